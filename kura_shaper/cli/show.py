@@ -1,0 +1,177 @@
+"""Plans, outcomes and readings as text for people and JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from kura_shaper.kernel.executor import Status
+from kura_shaper.tree.model import HtbQdisc
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kura_shaper.kernel.apply import Applied
+    from kura_shaper.tree.diff import Plan
+    from kura_shaper.tree.model import Device
+    from kura_shaper.tree.observe import Observed, ObservedClass
+    from kura_shaper.tree.operations import Operation
+
+
+def print_json(value: object) -> None:
+    """Write one JSON object to stdout."""
+    typer.echo(json.dumps(value, indent=2))
+
+
+def plan(planned: Plan, device: Device, *, as_json: bool) -> None:
+    """Print what would be done."""
+    if as_json:
+        operations = [_operation(op) for op in planned.operations]
+        print_json(_plan_head(planned, device) | {"operations": operations})
+        return
+    for operation in planned.operations:
+        typer.echo(f"{operation.impact:<12} {operation.describe()}")
+    _plan_tail(planned, device)
+
+
+def applied(result: Applied, device: Device, *, as_json: bool) -> None:
+    """Print what was done, an outcome for each operation."""
+    if as_json:
+        operations = [_operation(o.operation) | {"status": o.status, "detail": o.detail} for o in result.outcomes]
+        print_json(_plan_head(result.plan, device) | {"operations": operations})
+        return
+    for outcome in result.outcomes:
+        detail = f": {outcome.detail}" if outcome.detail else ""
+        typer.echo(f"{outcome.status:<12} {outcome.operation.describe()}{detail}")
+    _plan_tail(result.plan, device)
+    failed = sum(outcome.status is not Status.DONE for outcome in result.outcomes)
+    if failed:
+        typer.echo(f"{failed} of {len(result.outcomes)} operations did not hold", err=True)
+
+
+def _operation(operation: Operation) -> dict[str, Any]:
+    return {
+        "operation": type(operation).__name__,
+        "impact": operation.impact,
+        "describe": operation.describe(),
+    }
+
+
+def _plan_head(planned: Plan, device: Device) -> dict[str, Any]:
+    return {
+        "device": device.name,
+        "impact": planned.impact,
+        "unknown": planned.unknown,
+        "notes": [{"code": n.code, "tenant": n.tenant, "message": n.message} for n in planned.notes],
+        "refusals": [
+            {"code": r.code, "tenant": r.tenant, "message": r.message, "remedy": r.remedy} for r in planned.refusals
+        ],
+    }
+
+
+def _plan_tail(planned: Plan, device: Device) -> None:
+    for note in planned.notes:
+        typer.echo(f"note         {note.message}")
+    for refusal in planned.refusals:
+        typer.echo(f"kura-shaper: refused[{refusal.code}]: {refusal}", err=True)
+    if planned.unknown:
+        typer.echo(f"kura-shaper: unknown: {planned.unknown}", err=True)
+    elif not planned.refusals:
+        impact = f", worst impact {planned.impact}" if planned.impact else ""
+        typer.echo(f"{device.name}: {len(planned.operations)} operations{impact}")
+
+
+def status(observed: Observed, *, age_ms: int, as_json: bool) -> None:
+    """Print a reading of the kernel."""
+    if as_json:
+        print_json(_status_json(observed, age_ms))
+        return
+    actual = observed.actual
+    if not observed.is_ours:
+        typer.echo(f"{actual.device.name}: no tree of ours; the root qdisc is {_root(observed)}")
+        return
+    shape = f"shape {observed.shape}, {len(observed.classes)} classes, {actual.direct_packets} direct packets"
+    typer.echo(f"{actual.device.name}: {shape}, read {age_ms} ms ago")
+    _table([_HEADINGS, *(_row(c) for c in observed.classes)])
+    for line in observed.drift:
+        typer.echo(f"drift: {line}")
+
+
+_HEADINGS = ("CLASS", "OWNER", "FLOOR", "CEIL", "LEAF", "SENT", "PACKETS", "DROPPED", "BACKLOG", "LENDED", "BORROWED")
+
+
+def _row(found: ObservedClass) -> tuple[str, ...]:
+    spec, counters = found.spec, found.counters
+    return (
+        str(spec.classid),
+        found.owner or "-",
+        str(spec.floor),
+        str(spec.ceil),
+        found.leaf or "-",
+        f"{counters.sent_bytes}b",
+        str(counters.sent_packets),
+        str(counters.dropped_packets),
+        f"{counters.backlog_bytes}b",
+        str(counters.lended),
+        str(counters.borrowed),
+    )
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> None:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        typer.echo("  ".join(_aligned(row, widths)).rstrip())
+
+
+def _aligned(row: tuple[str, ...], widths: Sequence[int]) -> Iterable[str]:
+    for column, (cell, width) in enumerate(zip(row, widths, strict=True)):
+        yield cell.ljust(width) if column < 2 or column == 4 else cell.rjust(width)
+
+
+def _root(observed: Observed) -> str:
+    root = observed.actual.root
+    if root is None:
+        return "none"
+    kind = "htb" if isinstance(root, HtbQdisc) else root.kind
+    return f"{kind} {root.handle}"
+
+
+def _status_json(observed: Observed, age_ms: int) -> dict[str, Any]:
+    actual = observed.actual
+    return {
+        "device": actual.device.name,
+        "ours": observed.is_ours,
+        "shape": observed.shape,
+        "root": _root(observed),
+        "age_ms": age_ms,
+        "direct_packets": actual.direct_packets,
+        "classes": [_class_json(c) for c in observed.classes] if observed.is_ours else [],
+        "drift": list(observed.drift),
+    }
+
+
+def _class_json(found: ObservedClass) -> dict[str, Any]:
+    spec, counters = found.spec, found.counters
+    return {
+        "class": f"{spec.classid.minor:#x}",
+        "classid": str(spec.classid),
+        "parent": str(spec.parent),
+        "owner": found.owner,
+        "leaf": found.leaf,
+        "floor_bits_per_second": spec.floor.bits_per_second,
+        "ceil_bits_per_second": spec.ceil.bits_per_second,
+        "burst_bytes": spec.burst_bytes,
+        "cburst_bytes": spec.cburst_bytes,
+        "quantum_bytes": spec.quantum_bytes,
+        "prio": spec.prio,
+        "sent_bytes": counters.sent_bytes,
+        "sent_packets": counters.sent_packets,
+        "dropped_packets": counters.dropped_packets,
+        "overlimits": counters.overlimits,
+        "backlog_bytes": counters.backlog_bytes,
+        "backlog_packets": counters.backlog_packets,
+        "lended": counters.lended,
+        "borrowed": counters.borrowed,
+    }

@@ -1,0 +1,178 @@
+"""plan, apply, status, uninstall: a node's tree by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kura_shaper.cli import options, show
+from kura_shaper.clock import SystemClock
+from kura_shaper.errors import StateUnknownError
+from kura_shaper.kernel.apply import apply_tree, remove_tree
+from kura_shaper.kernel.client import TcClient
+from kura_shaper.kernel.device import KernelTrafficControl
+from kura_shaper.kernel.journal import Journal
+from kura_shaper.kernel.links import read_device
+from kura_shaper.kernel.probe import probe
+from kura_shaper.tenants.file import load_tenants
+from kura_shaper.tree.build import ShapeChoice, TreeSettings, Wanted, build, root_qdisc
+from kura_shaper.tree.diff import plan as plan_tree
+from kura_shaper.tree.model import HostTraffic, LeafKind
+from kura_shaper.tree.observe import observe
+from kura_shaper.tree.preflight import Permission
+from kura_shaper.tree.snapshot import Unknown
+
+if TYPE_CHECKING:
+    from kura_shaper.tree.model import Device
+
+AllowDisruption = Annotated[
+    bool, typer.Option("--allow-disruption", help="Rebuild the root where it must be; drops what is queued.")
+]
+TakeOver = Annotated[bool, typer.Option("--take-over", help="Replace a root qdisc of somebody else's.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what `plan` prints, change nothing.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this group's commands."""
+    app.command("plan", epilog="Example: kura-shaper plan --tenants tenants.yaml --device eth0 --budget 3G")(plan)
+    app.command("apply", epilog="Example: kura-shaper apply --tenants tenants.yaml --device eth0 --budget 3G")(apply)
+    app.command("status", epilog="Example: kura-shaper status --device eth0 --tenants tenants.yaml --json")(status)
+    app.command("uninstall", epilog="Example: kura-shaper uninstall --device eth0")(uninstall)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What plan and apply were asked for."""
+
+    device: Device
+    wanted: Wanted
+    permission: Permission
+
+
+def plan(
+    tenants: options.TenantsFile,
+    device: options.DeviceName,
+    budget: options.Budget,
+    shape: options.Shape = ShapeChoice.AUTO,
+    leaf: options.Leaf = LeafKind.FQ_CODEL,
+    host_traffic: options.HostTrafficChoice = HostTraffic.OUTSIDE,
+    host_reserve: options.HostReserve = options.DEFAULT_RESERVE,
+    allow_disruption: AllowDisruption = False,
+    take_over: TakeOver = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Show what `apply` would do: operations in order, each with its impact. 1: there are some."""
+    settings = _settings(budget, host_reserve, shape=shape, leaf=leaf, host_traffic=host_traffic)
+    request = _request(tenants, device, settings, _permission(allow_disruption=allow_disruption, take_over=take_over))
+    _print_plan(request, as_json=as_json)
+
+
+def apply(
+    tenants: options.TenantsFile,
+    device: options.DeviceName,
+    budget: options.Budget,
+    shape: options.Shape = ShapeChoice.AUTO,
+    leaf: options.Leaf = LeafKind.FQ_CODEL,
+    host_traffic: options.HostTrafficChoice = HostTraffic.OUTSIDE,
+    host_reserve: options.HostReserve = options.DEFAULT_RESERVE,
+    dry_run: DryRun = False,
+    allow_disruption: AllowDisruption = False,
+    take_over: TakeOver = False,
+    state_dir: options.StateDirectory = options.DEFAULT_STATE,
+    as_json: options.AsJson = False,
+) -> None:
+    """Bring the device to the wanted tree and read every operation back. A second run makes none."""
+    settings = _settings(budget, host_reserve, shape=shape, leaf=leaf, host_traffic=host_traffic)
+    request = _request(tenants, device, settings, _permission(allow_disruption=allow_disruption, take_over=take_over))
+    if dry_run:
+        _print_plan(request, as_json=as_json)
+    clock = SystemClock()
+    with TcClient() as client:
+        control = KernelTrafficControl(client, request.device, clock=clock)
+        journal = Journal(state_dir, request.device)
+        with journal.locked():
+            applied = apply_tree(request.wanted, control, journal, permission=request.permission, clock=clock)
+    show.applied(applied, request.device, as_json=as_json)
+    raise typer.Exit(applied.exit_code)
+
+
+def status(
+    device: options.DeviceName,
+    tenants: Annotated[
+        Path | None, typer.Option("--tenants", metavar="F", help="Name the classes and show drift against this.")
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option("--budget", metavar="R", help="Take this for the wanted budget, not the one in force.")
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Show what the kernel has: shape, classes, counters, and drift. 1: no tree of ours, or drift."""
+    document = load_tenants(tenants) if tenants else None
+    found = read_device(device)
+    clock = SystemClock()
+    with TcClient() as client:
+        actual = KernelTrafficControl(client, found, clock=clock).snapshot()
+    if isinstance(actual, Unknown):
+        raise StateUnknownError(actual.reason)
+    observed = observe(actual, document, options.rate_option("--budget", budget) if budget else None)
+    age_ms = (clock.now_ns() - actual.taken_at_ns) // 1_000_000
+    show.status(observed, age_ms=age_ms, as_json=as_json)
+    raise typer.Exit(1 if observed.drift or not observed.is_ours else 0)
+
+
+def uninstall(
+    device: options.DeviceName,
+    state_dir: options.StateDirectory = options.DEFAULT_STATE,
+    as_json: options.AsJson = False,
+) -> None:
+    """Take away what is ours and bring back what was there before."""
+    found = read_device(device)
+    clock = SystemClock()
+    with TcClient() as client:
+        control = KernelTrafficControl(client, found, clock=clock)
+        journal = Journal(state_dir, found)
+        with journal.locked():
+            applied = remove_tree(root_qdisc(), control, journal, clock=clock)
+    show.applied(applied, found, as_json=as_json)
+    raise typer.Exit(applied.exit_code)
+
+
+def _settings(
+    budget: str, host_reserve: str, *, shape: ShapeChoice, leaf: LeafKind, host_traffic: HostTraffic
+) -> TreeSettings:
+    return TreeSettings(
+        budget=options.rate_option("--budget", budget),
+        shape=shape,
+        leaf=leaf,
+        host_traffic=host_traffic,
+        host_reserve=options.rate_option("--host-reserve", host_reserve),
+    )
+
+
+def _permission(*, allow_disruption: bool, take_over: bool) -> Permission:
+    permission = Permission.NONE
+    if allow_disruption:
+        permission |= Permission.DISRUPTION
+    if take_over:
+        permission |= Permission.TAKE_OVER
+    return permission
+
+
+def _request(tenants: Path, device: str, settings: TreeSettings, permission: Permission) -> _Request:
+    # The document and the settings first: what is wrong there must not need a privilege to be said.
+    document = load_tenants(tenants)
+    found = read_device(device)
+    return _Request(found, build(document, found, settings=settings, capabilities=probe()), permission)
+
+
+def _print_plan(request: _Request, *, as_json: bool) -> None:
+    with TcClient() as client:
+        actual = KernelTrafficControl(client, request.device, clock=SystemClock()).snapshot()
+    planned = plan_tree(request.wanted, actual, request.permission)
+    show.plan(planned, request.device, as_json=as_json)
+    if planned.unknown:
+        raise StateUnknownError(planned.unknown)
+    raise typer.Exit(3 if planned.refusals else 1 if planned.operations else 0)

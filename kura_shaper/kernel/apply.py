@@ -1,0 +1,97 @@
+"""One whole run on a device: read, plan, keep the former state, carry out, read back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kura_shaper.kernel.executor import Outcome, Status, execute
+from kura_shaper.kernel.journal import Former, Journal
+from kura_shaper.tree.allot import Note
+from kura_shaper.tree.diff import Plan, plan, plan_removal
+from kura_shaper.tree.model import HtbQdisc, OtherQdisc
+from kura_shaper.tree.operations import AddRoot, RestoreQdisc
+from kura_shaper.tree.preflight import Permission, is_ours
+from kura_shaper.tree.snapshot import Snapshot, Unknown
+
+if TYPE_CHECKING:
+    from kura_shaper.clock import Clock
+    from kura_shaper.kernel.device import TrafficControl
+    from kura_shaper.tree.build import Wanted
+
+# Below these a qdisc's children hang on classes that are not kept, so they can't come back.
+_CLASSLESS_PARENTS = frozenset({"mq"})
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What was planned and what became of it."""
+
+    plan: Plan
+    outcomes: tuple[Outcome, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """0 when all holds, 3 when something was refused or did not hold, 4 when it is unknown."""
+        if self.plan.unknown or any(o.status is Status.UNVERIFIED for o in self.outcomes):
+            return 4
+        if self.plan.refusals or any(o.status is not Status.DONE for o in self.outcomes):
+            return 3
+        return 0
+
+
+def apply_tree(
+    wanted: Wanted, control: TrafficControl, journal: Journal, *, permission: Permission, clock: Clock
+) -> Applied:
+    """Bring the device to the wanted tree. A second run makes no operation."""
+    actual = control.snapshot()
+    planned = plan(wanted, actual, permission)
+    if isinstance(actual, Snapshot) and any(isinstance(op, AddRoot) for op in planned.operations):
+        _keep_former(actual, wanted, journal)
+    return Applied(planned, execute(planned.operations, control, clock=clock))
+
+
+def remove_tree(root: HtbQdisc, control: TrafficControl, journal: Journal, *, clock: Clock) -> Applied:
+    """Take our tree away and bring back what was there before it.
+
+    Raises StateUnknownError when the journal is damaged; then nothing is changed.
+    """
+    former = journal.read()
+    actual = control.snapshot()
+    planned = plan_removal(root, actual)
+    if planned.unknown or (not planned.operations and not _left_half_way(former, actual)):
+        return Applied(planned)
+    restored, note = _restoring(former)
+    planned = replace(planned, operations=(*planned.operations, *restored), notes=(*planned.notes, *note))
+    applied = Applied(planned, execute(planned.operations, control, clock=clock))
+    if applied.exit_code == 0:
+        journal.remove()
+    return applied
+
+
+def _keep_former(actual: Snapshot, wanted: Wanted, journal: Journal) -> None:
+    """Write down what is about to go, unless that is ours, or what the kernel put where ours was."""
+    nobody_chose_it = actual.root is None or (isinstance(actual.root, OtherQdisc) and actual.root.is_kernel_default)
+    if is_ours(actual.root, wanted.tree.root) or (nobody_chose_it and journal.read() is not None):
+        return
+    journal.write(Former(actual.verbatim))
+
+
+def _left_half_way(former: Former | None, actual: Snapshot | Unknown) -> bool:
+    """Whether an earlier removal was cut off after our root went and before the former one came back."""
+    if former is None or not former.restorable or isinstance(actual, Unknown):
+        return False
+    return actual.root is None or (isinstance(actual.root, OtherQdisc) and actual.root.is_kernel_default)
+
+
+def _restoring(former: Former | None) -> tuple[tuple[RestoreQdisc, ...], tuple[Note, ...]]:
+    if former is None:
+        message = "no journal of this device: the kernel's default qdisc stays in place of what was there before"
+        return (), (Note("no-journal", message),)
+    roots = {q.handle.major: q.kind for q in former.qdiscs}
+    back = [
+        q for q in former.restorable if q.parent.u32 == 0xFFFFFFFF or roots.get(q.parent.major) in _CLASSLESS_PARENTS
+    ]
+    lost = len(former.restorable) - len(back)
+    message = f"{lost} qdiscs hung below classes, which are not kept: they do not come back"
+    return tuple(RestoreQdisc(q) for q in back), (Note("not-restored", message),) if lost else ()

@@ -1,0 +1,162 @@
+"""The netlink socket for traffic control: many messages a send, acknowledgements in bulk.
+
+rtnetlink works through a send before it returns, so when the call comes back every
+answer already waits in the receive buffer. Only the last message of a batch asks for
+an acknowledgement; a refused one always answers. (man netlink)
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+from kura_shaper.errors import StateUnknownError
+from kura_shaper.kernel import wire
+from kura_shaper.kernel.errors import KernelRefusedError, refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+    from typing import Self
+
+    from kura_shaper.tree.operations import Operation
+
+_SOL_NETLINK, _NETLINK_CAP_ACK, _NETLINK_EXT_ACK = 270, 10, 11
+_SO_RCVBUFFORCE, _SO_SNDBUFFORCE = 33, 32
+_BUFFER_BYTES = 4 * 1024 * 1024
+_BATCH_MESSAGES = 256
+_RECEIVE_BYTES = 1024 * 1024
+_INTERRUPTED_TRIES = 5
+_TIMEOUT_S = 10.0
+
+
+class TcClient:
+    """Sends traffic-control messages in this process's network namespace and reads dumps.
+
+    A context manager. Raises KernelRefusedError subclasses where a dump is refused and
+    StateUnknownError where it can't be had whole.
+    """
+
+    def __init__(self) -> None:
+        self._sequence = itertools.count(1)
+        self._buffer = bytearray(_RECEIVE_BYTES)
+        self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE)
+        self._socket.settimeout(_TIMEOUT_S)
+        for option in (_NETLINK_CAP_ACK, _NETLINK_EXT_ACK):
+            self._socket.setsockopt(_SOL_NETLINK, option, 1)
+        for forced, plain in ((_SO_RCVBUFFORCE, socket.SO_RCVBUF), (_SO_SNDBUFFORCE, socket.SO_SNDBUF)):
+            try:
+                self._socket.setsockopt(socket.SOL_SOCKET, forced, _BUFFER_BYTES)
+            except PermissionError:
+                self._socket.setsockopt(socket.SOL_SOCKET, plain, _BUFFER_BYTES)
+        self._socket.bind((0, 0))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+    def send(self, operations: Sequence[Operation], ifindex: int) -> list[KernelRefusedError | None]:
+        """Carry out operations in order; return each one's refusal, or None.
+
+        None is no proof: the caller reads the tree back.
+        """
+        outcomes: list[KernelRefusedError | None] = []
+        for start in range(0, len(operations), _BATCH_MESSAGES):
+            batch = operations[start : start + _BATCH_MESSAGES]
+            refused = self._transact([wire.encode(operation, ifindex) for operation in batch])
+            outcomes += [
+                refusal(*refused[at], doing=operation.describe()) if at in refused else None
+                for at, operation in enumerate(batch)
+            ]
+        return outcomes
+
+    def _transact(self, messages: Sequence[bytes]) -> dict[int, tuple[int, str]]:
+        """Send messages at once; return (errno, words) by position of those refused."""
+        first = next(self._sequence)
+        parts = bytearray()
+        for at, message in enumerate(messages):
+            sequence = first if at == 0 else next(self._sequence)
+            length, kind, flags, _, _ = wire.HEADER.unpack_from(message)
+            if at == len(messages) - 1:
+                flags |= wire.Flags.ACK
+            parts += wire.HEADER.pack(length, kind, flags, sequence, 0) + message[wire.HEADER.size :]
+        last = first + len(messages) - 1
+        self._socket.send(parts)
+        refused: dict[int, tuple[int, str]] = {}
+        while True:
+            view = self._receive()
+            kind, flags, sequence = _head(view)
+            if kind != wire.NLMSG_ERROR or not first <= sequence <= last:
+                continue  # an answer to an earlier batch that timed out
+            number, words = wire.error_of(view, wire.HEADER.size, flags)
+            if number:
+                refused[sequence - first] = (number, words)
+            if sequence == last:
+                return refused
+
+    def dump(self, request: bytes, each: Callable[[memoryview, int, int], None], restart: Callable[[], None]) -> None:
+        """Run a dump request, calling each(data, first byte of tcmsg, end) for every object.
+
+        A dump that the kernel marks as interrupted by a change is run again after restart().
+        Raises StateUnknownError when it stays so, or answers are lost.
+        """
+        for _ in range(_INTERRUPTED_TRIES):
+            restart()
+            try:
+                if self._dump_once(request, each):
+                    return
+            except TimeoutError as error:
+                raise StateUnknownError("the kernel did not answer a dump") from error
+            except OSError as error:
+                if error.errno != errno.ENOBUFS:
+                    raise StateUnknownError(f"a dump failed: {os.strerror(error.errno or 0)}") from error
+        raise StateUnknownError("the tree changed during every reading of it", remedy="run again")
+
+    def _dump_once(self, request: bytes, each: Callable[[memoryview, int, int], None]) -> bool:
+        sequence = next(self._sequence)
+        length, kind, flags, _, _ = wire.HEADER.unpack_from(request)
+        self._socket.send(wire.HEADER.pack(length, kind, flags, sequence, 0) + request[wire.HEADER.size :])
+        whole = True
+        while True:
+            view = self._receive()
+            at = 0
+            while at + wire.HEADER.size <= len(view):
+                length, kind, flags, answers, _ = wire.HEADER.unpack_from(view, at)
+                if length < wire.HEADER.size:
+                    raise StateUnknownError("a netlink message is malformed")
+                if answers == sequence:
+                    whole = whole and not flags & wire.NLM_F_DUMP_INTR
+                    if kind == wire.NLMSG_DONE:
+                        return whole and not _failed(view, at, length)
+                    if kind == wire.NLMSG_ERROR:
+                        raise refusal(*wire.error_of(view, at + wire.HEADER.size, flags), doing="reading the tree")
+                    each(view, at + wire.HEADER.size, at + length)
+                at += (length + 3) & ~3
+
+    def _receive(self) -> memoryview:
+        size, _, flags, _ = self._socket.recvmsg_into([self._buffer])
+        if flags & socket.MSG_TRUNC:
+            raise StateUnknownError("a netlink answer is larger than the buffer")
+        return memoryview(self._buffer)[:size]
+
+
+def _head(view: memoryview) -> tuple[int, int, int]:
+    _, kind, flags, sequence, _ = wire.HEADER.unpack_from(view)
+    return kind, flags, sequence
+
+
+def _failed(view: memoryview, at: int, length: int) -> bool:
+    """Whether the end of a dump says that it broke off."""
+    if length < wire.HEADER.size + 4:
+        return False
+    return int.from_bytes(view[at + wire.HEADER.size : at + wire.HEADER.size + 4], sys.byteorder, signed=True) < 0

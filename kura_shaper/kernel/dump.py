@@ -1,0 +1,271 @@
+"""One reading of a device's qdiscs, classes and filters as a Snapshot, or Unknown.
+
+Decoded by hand, since a scrape of 10,000 classes must not take seconds. What is not
+ours is kept by kind and handle and never stops a reading.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import TYPE_CHECKING, NamedTuple
+
+from kura_shaper.errors import KuraShaperError
+from kura_shaper.kernel import wire
+from kura_shaper.tree.model import (
+    ROOT,
+    Bfifo,
+    BpfMatch,
+    Filter,
+    FlowerMatch,
+    Fq,
+    FqCodel,
+    FwMatch,
+    Handle,
+    HtbClass,
+    HtbQdisc,
+    Leaf,
+    OtherMatch,
+    OtherQdisc,
+)
+from kura_shaper.tree.snapshot import ClassCounters, Snapshot, Unknown
+from kura_shaper.units import Rate
+
+if TYPE_CHECKING:
+    from kura_shaper.clock import Clock
+    from kura_shaper.kernel.client import TcClient
+    from kura_shaper.tree.model import Device
+
+_U32, _U64 = struct.Struct("=I"), struct.Struct("=Q")
+_BASIC = struct.Struct("=QI")  # bytes, packets (which wrap)
+_QUEUE = struct.Struct("=IIIII")  # qlen, backlog, drops, requeues, overlimits
+_HTB_XSTATS = struct.Struct("=III")  # lends, borrows, giants
+_STATS_BASIC, _STATS_QUEUE, _STATS_PKT64 = 1, 3, 8
+# codel keeps times in units of 1024 ns, so what was set as 5000 us reads back as 4999.
+_CODEL_UNIT_NS = 1024
+
+
+class _Object(NamedTuple):
+    """The head of one dumped object and where its attributes lie."""
+
+    ifindex: int
+    handle: int
+    parent: int
+    info: int
+    found: dict[int, tuple[int, int]]
+
+
+def read_snapshot(client: TcClient, device: Device, *, clock: Clock) -> Snapshot | Unknown:
+    """Return what the kernel has on a device now; Unknown when it can't be read whole."""
+    try:
+        return _Reading(client, device).snapshot(clock.now_ns())
+    except KuraShaperError as error:
+        return Unknown(str(error))
+
+
+class _Reading:
+    """The dumps of one snapshot."""
+
+    def __init__(self, client: TcClient, device: Device) -> None:
+        self._client = client
+        self._device = device
+        self._root: HtbQdisc | OtherQdisc | None = None
+        self._verbatim: list[OtherQdisc] = []
+        self._leaves: dict[Handle, Leaf | OtherQdisc] = {}
+        self._direct_packets = 0
+        self._classes: dict[Handle, HtbClass] = {}
+        self._counters: dict[Handle, ClassCounters] = {}
+        self._filters: list[Filter] = []
+
+    def snapshot(self, taken_at_ns: int) -> Snapshot:
+        self._client.dump(wire.dump_request(wire.Message.GETQDISC), self._qdisc, self._restart_qdiscs)
+        root = self._root
+        if isinstance(root, HtbQdisc):
+            index = self._device.ifindex
+            self._client.dump(wire.dump_request(wire.Message.GETTCLASS, index), self._class, self._restart_classes)
+            request = wire.dump_request(wire.Message.GETTFILTER, index, root.handle.u32)
+            self._client.dump(request, self._filter, self._filters.clear)
+        return Snapshot(
+            device=self._device,
+            root=root,
+            classes=self._classes,
+            leaves={p: leaf for p, leaf in self._leaves.items() if p in self._classes},
+            filters=tuple(sorted(self._filters, key=lambda f: f.key)),
+            verbatim=tuple(self._verbatim),
+            counters=self._counters,
+            direct_packets=self._direct_packets,
+            taken_at_ns=taken_at_ns,
+        )
+
+    def _restart_qdiscs(self) -> None:
+        self._root = None
+        self._verbatim.clear()
+        self._leaves.clear()
+
+    def _restart_classes(self) -> None:
+        self._classes.clear()
+        self._counters.clear()
+
+    def _qdisc(self, data: memoryview, start: int, end: int) -> None:
+        found = _object(data, start, end)
+        # The kernel ignores the device in a request for qdiscs, so it is chosen here.
+        if found.ifindex != self._device.ifindex or wire.TCA_KIND not in found.found:
+            return
+        kind = _text(data, found.found[wire.TCA_KIND])
+        handle, parent = Handle.from_u32(found.handle), Handle.from_u32(found.parent)
+        begin, stop = found.found.get(wire.TCA_OPTIONS, (0, 0))
+        other = OtherQdisc(kind, handle, parent, bytes(data[begin:stop]))
+        self._verbatim.append(other)
+        if parent == ROOT:
+            self._root = other
+            if kind == "htb":
+                self._root, self._direct_packets = _htb_qdisc(data, begin, stop, handle, parent)
+            return
+        parameters = _leaf_parameters(kind, data, begin, stop)
+        # Handle 0 is the kernel's own default, which has yet to be replaced.
+        self._leaves[parent] = Leaf(handle, parent, parameters) if parameters and handle.major else other
+
+    def _class(self, data: memoryview, start: int, end: int) -> None:
+        found = _object(data, start, end)
+        if _text(data, found.found[wire.TCA_KIND]) != "htb" or wire.TCA_OPTIONS not in found.found:
+            return
+        classid = Handle.from_u32(found.handle)
+        parent = Handle.from_u32(found.parent)
+        if parent == ROOT:
+            # The kernel says "root" for a class directly below the qdisc.
+            parent = Handle(classid.major)
+        self._classes[classid] = _htb_class(data, *found.found[wire.TCA_OPTIONS], classid, parent)
+        self._counters[classid] = _counters(data, found)
+
+    def _filter(self, data: memoryview, start: int, end: int) -> None:
+        found = _object(data, start, end)
+        # Each priority also has a line without options, which stands for no filter.
+        if wire.TCA_OPTIONS not in found.found or wire.TCA_KIND not in found.found:
+            return
+        ethertype = socket.ntohs(found.info & 0xFFFF)
+        match = _match(
+            _text(data, found.found[wire.TCA_KIND]), data, found.found[wire.TCA_OPTIONS], ethertype, found.handle
+        )
+        filter_ = Filter(Handle.from_u32(found.parent), found.info >> 16, ethertype, found.handle, match)
+        self._filters.append(filter_)
+
+
+def _object(data: memoryview, start: int, end: int) -> _Object:
+    _, ifindex, handle, parent, info = wire.TCMSG.unpack_from(data, start)
+    found = {kind: (a, b) for kind, a, b in wire.attributes(data, start + wire.TCMSG.size, end)}
+    return _Object(ifindex, handle, parent, info, found)
+
+
+def _text(data: memoryview, span: tuple[int, int]) -> str:
+    return bytes(data[span[0] : span[1]]).rstrip(b"\0").decode("ascii", "replace")
+
+
+def _nested(data: memoryview, start: int, end: int) -> dict[int, tuple[int, int]]:
+    return {kind: (a, b) for kind, a, b in wire.attributes(data, start, end)}
+
+
+def _u32(data: memoryview, found: dict[int, tuple[int, int]], kind: int) -> int:
+    span = found.get(kind)
+    return _U32.unpack_from(data, span[0])[0] if span and span[1] - span[0] >= _U32.size else 0
+
+
+def _htb_qdisc(data: memoryview, start: int, end: int, handle: Handle, parent: Handle) -> tuple[HtbQdisc, int]:
+    found = _nested(data, start, end)
+    _, _, default, _, direct_packets = wire.HTB_GLOB.unpack_from(data, found[wire.HTB_INIT][0])
+    qdisc = HtbQdisc(handle, parent, default & 0xFFFF, _u32(data, found, wire.HTB_DIRECT_QLEN))
+    return qdisc, direct_packets
+
+
+def _htb_class(data: memoryview, start: int, end: int, classid: Handle, parent: Handle) -> HtbClass:
+    parms = rate64 = ceil64 = 0
+    for kind, begin, _ in wire.attributes(data, start, end):
+        if kind == wire.HTB_PARMS:
+            parms = begin
+        elif kind == wire.HTB_RATE64:
+            (rate64,) = _U64.unpack_from(data, begin)
+        elif kind == wire.HTB_CEIL64:
+            (ceil64,) = _U64.unpack_from(data, begin)
+    opt = wire.HTB_OPT.unpack_from(data, parms)
+    return HtbClass(
+        classid=classid,
+        parent=parent,
+        # The 32-bit field stops at its largest value, so the 64-bit one counts where it is.
+        floor=Rate.from_bytes_per_second(rate64 or opt[5]),
+        ceil=Rate.from_bytes_per_second(ceil64 or opt[11]),
+        burst_ticks=opt[12],
+        cburst_ticks=opt[13],
+        quantum_bytes=opt[14],
+        prio=opt[16],
+    )
+
+
+def _counters(data: memoryview, found: _Object) -> ClassCounters:
+    sent_bytes = sent_packets = backlog_packets = backlog = dropped = overlimits = lended = borrowed = 0
+    packets64 = None
+    for kind, begin, _ in wire.attributes(data, *found.found.get(wire.TCA_STATS2, (0, 0))):
+        if kind == _STATS_BASIC:
+            sent_bytes, sent_packets = _BASIC.unpack_from(data, begin)
+        elif kind == _STATS_QUEUE:
+            backlog_packets, backlog, dropped, _, overlimits = _QUEUE.unpack_from(data, begin)
+        elif kind == _STATS_PKT64:
+            (packets64,) = _U64.unpack_from(data, begin)
+    span = found.found.get(wire.TCA_XSTATS)
+    if span and span[1] - span[0] >= _HTB_XSTATS.size:
+        lended, borrowed, _ = _HTB_XSTATS.unpack_from(data, span[0])
+    return ClassCounters(
+        sent_bytes=sent_bytes,
+        sent_packets=sent_packets if packets64 is None else packets64,
+        dropped_packets=dropped,
+        overlimits=overlimits,
+        backlog_bytes=backlog,
+        backlog_packets=backlog_packets,
+        lended=lended,
+        borrowed=borrowed,
+    )
+
+
+def _leaf_parameters(kind: str, data: memoryview, start: int, end: int) -> FqCodel | Fq | Bfifo | None:
+    if kind == "bfifo" and end - start >= _U32.size:
+        return Bfifo(_U32.unpack_from(data, start)[0])
+    found = _nested(data, start, end)
+    if kind == "fq_codel":
+        fields = {name: _u32(data, found, number) for name, number in wire.FQ_CODEL.items()}
+        return FqCodel(
+            limit_packets=fields["limit_packets"],
+            flows=fields["flows"],
+            target_us=_codel_us(fields["target_us"]),
+            interval_us=_codel_us(fields["interval_us"]),
+            quantum_bytes=fields["quantum_bytes"],
+            memory_limit_bytes=_u32(data, found, wire.FQ_CODEL_MEMORY_LIMIT),
+            ecn=bool(fields["ecn"]),
+        )
+    if kind == "fq":
+        drop = found.get(wire.FQ_HORIZON_DROP)
+        fields = {name: _u32(data, found, number) for name, number in wire.FQ.items()}
+        return Fq(**fields, horizon_drop=bool(drop and data[drop[0]]))
+    return None
+
+
+def _codel_us(dumped_us: int) -> int:
+    """Return the smallest time that the kernel would keep as the one it shows."""
+    units = -(-dumped_us * 1000 // _CODEL_UNIT_NS)
+    return -(-units * _CODEL_UNIT_NS // 1000)
+
+
+def _match(
+    kind: str, data: memoryview, span: tuple[int, int], ethertype: int, handle: int
+) -> BpfMatch | FwMatch | FlowerMatch | OtherMatch:
+    found = _nested(data, *span)
+    if kind == "bpf" and wire.BPF_OPS in found:
+        begin, end = found[wire.BPF_OPS]
+        return BpfMatch(tuple(wire.BPF_INSTRUCTION.iter_unpack(data[begin:end])))
+    if kind == "fw" and wire.FW_CLASSID in found:
+        mask = _u32(data, found, wire.FW_MASK) if wire.FW_MASK in found else 0xFFFFFFFF
+        return FwMatch(handle, mask, Handle.from_u32(_u32(data, found, wire.FW_CLASSID)))
+    if kind == "flower" and wire.FLOWER_IP_PROTO in found:
+        protocol = data[found[wire.FLOWER_IP_PROTO][0]]
+        port = found.get(wire.FLOWER_PORTS.get(protocol, 0))
+        if port is not None:
+            classid = Handle.from_u32(_u32(data, found, wire.FLOWER_CLASSID))
+            return FlowerMatch(ethertype, protocol, int.from_bytes(data[port[0] : port[1]], "big"), classid)
+    return OtherMatch(kind)

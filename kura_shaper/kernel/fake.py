@@ -1,0 +1,202 @@
+"""An in-memory kernel with the real one's refusals and silences.
+
+Held to the real kernel by tests/contract: the same operations, the same errnos, the
+same tree afterwards. It knows one device.
+"""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kura_shaper.kernel.errors import KernelRefusedError, refusal
+from kura_shaper.tree.model import (
+    ROOT,
+    Filter,
+    FlowerMatch,
+    FwMatch,
+    Handle,
+    HtbClass,
+    HtbQdisc,
+    Leaf,
+    OtherQdisc,
+)
+from kura_shaper.tree.operations import (
+    AddClass,
+    AddRoot,
+    ChangeClass,
+    DeleteClass,
+    DeleteFilter,
+    DeleteRoot,
+    Operation,
+    RestoreQdisc,
+    SetFilter,
+    SetLeaf,
+)
+from kura_shaper.tree.snapshot import ClassCounters, Snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kura_shaper.tree.model import Device
+
+_HTB_LEVELS = 8
+
+
+class FakeKernel:
+    """One device's qdiscs, changed by operations as the real kernel would."""
+
+    def __init__(self, device: Device, root: OtherQdisc | None = None) -> None:
+        self.device = device
+        self.sent: list[Operation] = []
+        self._default_root = root
+        self._root: HtbQdisc | OtherQdisc | None = root
+        self._classes: dict[Handle, HtbClass] = {}
+        self._leaves: dict[Handle, Leaf | OtherQdisc] = {}
+        self._filters: dict[tuple[int, int, int, int], Filter] = {}
+        self._others: list[OtherQdisc] = []
+
+    def snapshot(self) -> Snapshot:
+        """Return the present state."""
+        return Snapshot(
+            device=self.device,
+            root=self._root,
+            classes=dict(self._classes),
+            leaves=dict(self._leaves),
+            filters=tuple(sorted(self._filters.values(), key=lambda f: f.key)),
+            verbatim=tuple(self._verbatim()),
+            counters={classid: ClassCounters() for classid in self._classes},
+        )
+
+    def _verbatim(self) -> Iterable[OtherQdisc]:
+        if isinstance(self._root, OtherQdisc):
+            yield self._root
+        yield from self._others
+        yield from (leaf for leaf in self._leaves.values() if isinstance(leaf, OtherQdisc))
+
+    def send(self, operations: Sequence[Operation]) -> list[KernelRefusedError | None]:
+        """Carry the operations out in order; each has its own outcome."""
+        return [self._one(operation) for operation in operations]
+
+    def _one(self, operation: Operation) -> KernelRefusedError | None:
+        self.sent.append(operation)
+        number = self._carry_out(operation)
+        return refusal(number, doing=operation.describe()) if number else None
+
+    def _carry_out(self, operation: Operation) -> int:
+        match operation:
+            case AddRoot(qdisc):
+                return self._add_root(qdisc)
+            case RestoreQdisc(qdisc):
+                return self._restore(qdisc)
+            case DeleteRoot(handle):
+                return self._delete_root(handle)
+            case AddClass(spec):
+                return self._add_class(spec)
+            case ChangeClass(spec):
+                return self._change_class(spec)
+            case DeleteClass(classid):
+                return self._delete_class(classid)
+            case SetLeaf(leaf):
+                return self._set_leaf(leaf)
+            case SetFilter(filter_):
+                return self._set_filter(filter_)
+            case DeleteFilter(filter_):
+                return 0 if self._filters.pop(filter_.key, None) else errno.ENOENT
+
+    def _clear(self, root: HtbQdisc | OtherQdisc | None) -> int:
+        self._root = root
+        self._classes, self._leaves, self._filters, self._others = {}, {}, {}, []
+        return 0
+
+    def _add_root(self, qdisc: HtbQdisc) -> int:
+        if self._root is not None and self._root.handle == qdisc.handle:
+            # Same handle: the kernel takes it for a change, which htb does not know.
+            return errno.EOPNOTSUPP if isinstance(self._root, HtbQdisc) else errno.EINVAL
+        return self._clear(qdisc)
+
+    def _restore(self, qdisc: OtherQdisc) -> int:
+        if qdisc.parent == ROOT:
+            return self._clear(qdisc)
+        self._others.append(qdisc)
+        return 0
+
+    def _delete_root(self, handle: Handle) -> int:
+        if self._root is None or self._root.handle.major == 0:
+            return errno.ENOENT
+        if handle.major and self._root.handle != handle:
+            return errno.EINVAL
+        return self._clear(self._default_root)
+
+    def _add_class(self, spec: HtbClass) -> int:
+        if spec.classid in self._classes:
+            return errno.EEXIST
+        if not isinstance(self._root, HtbQdisc):
+            return errno.EINVAL
+        problem = self._bad_parent(spec)
+        if problem:
+            return problem
+        self._classes[spec.classid] = spec
+        # A child turns its parent into an inner class, whose leaf goes with its backlog.
+        self._leaves.pop(spec.parent, None)
+        self._leaves[spec.classid] = OtherQdisc("pfifo", Handle(0), spec.classid)
+        return 0
+
+    def _bad_parent(self, spec: HtbClass) -> int:
+        if spec.parent == self._root_handle():
+            return 0
+        if spec.parent not in self._classes:
+            return errno.ENOENT
+        depth, parent = 1, spec.parent
+        while parent in self._classes:
+            depth, parent = depth + 1, self._classes[parent].parent
+        return errno.EINVAL if depth > _HTB_LEVELS else 0
+
+    def _root_handle(self) -> Handle:
+        return self._root.handle if self._root is not None else Handle(0)
+
+    def _change_class(self, spec: HtbClass) -> int:
+        old = self._classes.get(spec.classid)
+        if old is None:
+            return errno.ENOENT
+        # A new parent is taken without a word, and ignored.
+        self._classes[spec.classid] = replace(spec, parent=old.parent)
+        return 0
+
+    def _delete_class(self, classid: Handle) -> int:
+        if classid not in self._classes:
+            return errno.ENOENT
+        has_children = any(c.parent == classid for c in self._classes.values())
+        if has_children or any(_names(f, classid) for f in self._filters.values()):
+            return errno.EBUSY
+        gone = self._classes.pop(classid)
+        self._leaves.pop(classid, None)
+        if gone.parent in self._classes and not any(c.parent == gone.parent for c in self._classes.values()):
+            self._leaves[gone.parent] = OtherQdisc("pfifo", Handle(0), gone.parent)
+        return 0
+
+    def _set_leaf(self, leaf: Leaf) -> int:
+        if leaf.parent not in self._classes:
+            return errno.ENOENT
+        if leaf.parent not in self._leaves:
+            return errno.EINVAL
+        self._leaves[leaf.parent] = leaf
+        return 0
+
+    def _set_filter(self, filter_: Filter) -> int:
+        if self._root_handle() != filter_.parent:
+            return errno.EINVAL
+        for other in self._filters.values():
+            if other.priority == filter_.priority and (
+                other.ethertype != filter_.ethertype or type(other.match) is not type(filter_.match)
+            ):
+                return errno.EINVAL
+        # A class that does not exist is taken without a word.
+        self._filters[filter_.key] = filter_
+        return 0
+
+
+def _names(filter_: Filter, classid: Handle) -> bool:
+    """Whether a filter is bound to a class; a program only returns a number and binds nothing."""
+    return isinstance(filter_.match, FwMatch | FlowerMatch) and filter_.match.classid == classid

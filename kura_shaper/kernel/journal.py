@@ -1,0 +1,148 @@
+"""What was on a device before us, kept on disk so that `uninstall` can bring it back.
+
+One small file for each device, written whole and synced before the first operation that
+loses it, and one lock, so that two runs never program a device at once. A journal of
+another boot, another device of the same name or another network namespace is not used.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kura_shaper.errors import RefusedError, StateUnknownError
+from kura_shaper.tree.model import Handle, OtherQdisc
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kura_shaper.tree.model import Device
+
+DEFAULT_STATE_DIRECTORY = Path("/var/lib/kura-shaper")
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Former:
+    """The qdiscs of a device before us: the root first, the kernel's own bytes kept."""
+
+    qdiscs: tuple[OtherQdisc, ...]
+
+    @property
+    def restorable(self) -> tuple[OtherQdisc, ...]:
+        """Those that somebody chose, root first; what the kernel makes by itself comes back by itself."""
+        return tuple(q for q in self.qdiscs if not q.is_kernel_default)
+
+
+class Journal:
+    """The journal of one device below a state directory."""
+
+    def __init__(self, directory: Path, device: Device) -> None:
+        self._path = directory / f"{device.name}.json"
+        self._lock_path = directory / f"{device.name}.lock"
+        self._identity = _identity(device)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the device's lock. Raises RefusedError when another run holds it, or it can't be had."""
+        try:
+            self._lock_path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
+            descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise RefusedError(
+                f"the lock {self._lock_path} can't be made: {error.strerror}", remedy="run as root, or give --state-dir"
+            ) from error
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise RefusedError("another run is programming this device", remedy="wait for it to end") from error
+            yield
+        finally:
+            os.close(descriptor)
+
+    def write(self, former: Former) -> None:
+        """Keep the former state durably. Raises RefusedError when it can't be written."""
+        content = json.dumps(
+            {"version": _VERSION, **self._identity, "qdiscs": [_to_json(q) for q in former.qdiscs]}, indent=1
+        )
+        try:
+            with tempfile.NamedTemporaryFile("w", dir=self._path.parent, prefix=".journal-", delete=False) as file:
+                temporary = Path(file.name)
+                try:
+                    file.write(content + "\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+                    temporary.replace(self._path)
+                except BaseException:
+                    temporary.unlink(missing_ok=True)
+                    raise
+            _sync_directory(self._path.parent)
+        except OSError as error:
+            raise RefusedError(
+                f"the journal {self._path} can't be written: {error.strerror}", remedy="nothing was changed"
+            ) from error
+
+    def read(self) -> Former | None:
+        """Return the former state of this very device, None when there is none.
+
+        Raises StateUnknownError when the journal is damaged.
+        """
+        try:
+            content = json.loads(self._path.read_text())
+            if content.get("version") != _VERSION or any(content.get(k) != v for k, v in self._identity.items()):
+                return None
+            return Former(tuple(_from_json(q) for q in content["qdiscs"]))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StateUnknownError(
+                f"the journal {self._path} can't be read: {error}", remedy="remove it to uninstall without it"
+            ) from error
+
+    def remove(self) -> None:
+        """Forget the former state: it is in force again."""
+        self._path.unlink(missing_ok=True)
+
+
+def _identity(device: Device) -> dict[str, Any]:
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespace = Path("/proc/self/ns/net").stat()
+    return {
+        "device": device.name,
+        "ifindex": device.ifindex,
+        "boot_id": boot_id,
+        "network_namespace": namespace.st_ino,
+    }
+
+
+def _to_json(qdisc: OtherQdisc) -> dict[str, Any]:
+    return {
+        "kind": qdisc.kind,
+        "handle": qdisc.handle.u32,
+        "parent": qdisc.parent.u32,
+        "options": qdisc.options.hex(),
+    }
+
+
+def _from_json(value: dict[str, Any]) -> OtherQdisc:
+    return OtherQdisc(
+        str(value["kind"]),
+        Handle.from_u32(int(value["handle"])),
+        Handle.from_u32(int(value["parent"])),
+        bytes.fromhex(value["options"]),
+    )
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,52 @@
+"""Network namespaces of a single thread, which vanish with it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from typing import TYPE_CHECKING, TypeVar
+
+from kura_shaper.kernel.errors import refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_CLONE_NEWNET = 0x40000000
+_T = TypeVar("_T")
+
+
+def in_new_namespace(work: Callable[[], _T]) -> _T:
+    """Return work() run in a network namespace of its own, which has only a loopback device.
+
+    It runs in a thread: the namespace is that thread's alone, and gone with it even when
+    the process is killed. Raises KernelRefusedError when the kernel grants none.
+    """
+    results: list[_T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            _unshare_network()
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="network-namespace")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def _unshare_network() -> None:
+    if hasattr(os, "unshare"):
+        try:
+            os.unshare(_CLONE_NEWNET)
+        except OSError as error:
+            raise refusal(error.errno or 0, doing="making a network namespace") from error
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNET) != 0:
+        raise refusal(ctypes.get_errno(), doing="making a network namespace")

@@ -1,0 +1,192 @@
+"""From a tenants document and a device to the tree that is wanted on it.
+
+HTB root                     default -> host
+ root class                  never limits
+   host                      everything unmarked; floor = host reserve
+   budget                    rate = ceil = node budget
+     gateway                 the gateway's own bytes before the tenant is known
+     unattributed            bytes from gateway ports without a mark
+     <tenant>                floor, ceiling, leaf
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from kura_shaper.errors import RefusedError, UsageError
+from kura_shaper.tenants.marks import ReservedClass
+from kura_shaper.tree import params
+from kura_shaper.tree.allot import Allotment, Note, allot
+from kura_shaper.tree.classifier import ClassifierKind, filters
+from kura_shaper.tree.model import ROOT, Handle, HostTraffic, HtbClass, HtbQdisc, Leaf, LeafKind, Shape, Tree
+from kura_shaper.units import Rate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kura_shaper.tenants.document import TenantsDocument
+    from kura_shaper.tree.model import Device
+
+# Majors below 0x100 are ours: a tenant's leaf has its class id as major, so none collides.
+ROOT_MAJOR = 0x20
+_LEAF_MAJORS = {ReservedClass.HOST: 0x40, ReservedClass.GATEWAY: 0x60, ReservedClass.UNATTRIBUTED: 0x80}
+
+# HTB serves lower numbers first where classes borrow. Floors hold whatever the priority.
+_HOST_PRIO, _TENANT_PRIO, _UNATTRIBUTED_PRIO = 0, 1, 2
+
+_LEAF_ORDER = (LeafKind.FQ_CODEL, LeafKind.FQ, LeafKind.BFIFO)
+
+
+class ShapeChoice(StrEnum):
+    """What an operator may ask for; auto takes the best shape that is proven."""
+
+    AUTO = "auto"
+    SINGLE = "single"
+    MQ = "mq"
+
+
+@dataclass(frozen=True, slots=True)
+class TreeSettings:
+    """An operator's choices for a node's tree."""
+
+    budget: Rate
+    shape: ShapeChoice = ShapeChoice.AUTO
+    leaf: LeafKind = LeafKind.FQ_CODEL
+    host_traffic: HostTraffic = HostTraffic.OUTSIDE
+    host_reserve: Rate = Rate(50_000_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a kernel was seen to accept."""
+
+    leaves: frozenset[LeafKind] = frozenset(LeafKind)
+    classifiers: frozenset[ClassifierKind] = frozenset(ClassifierKind)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The tree to have, and what a person should know about it."""
+
+    tree: Tree
+    notes: tuple[Note, ...]
+
+
+def build(document: TenantsDocument, device: Device, *, settings: TreeSettings, capabilities: Capabilities) -> Wanted:
+    """Return the wanted tree for a device.
+
+    Raises UsageError for a shape that can't be had, RefusedError when the promises or the
+    kernel make a tree impossible.
+    """
+    shape, shape_note = _shape(settings.shape)
+    leaf_kind, leaf_notes = _leaf_kind(settings.leaf, capabilities)
+    classifier, classifier_notes = _classifier_kind(capabilities)
+    inside = settings.host_traffic is HostTraffic.INSIDE
+    allotment = allot(
+        document.tenants,
+        budget=params.whole_bytes(settings.budget),
+        reserved=_host_floor(settings) if inside else Rate(0),
+        own_classes=2,
+    )
+    root = root_qdisc()
+    classes = _classes(document, device, settings=settings, allotment=allotment)
+    tree = Tree(
+        shape=shape,
+        root=root,
+        classes=classes,
+        leaves=tuple(_leaves(classes, leaf_kind, device)),
+        filters=filters(
+            classifier,
+            document.marks,
+            gateway_ports=document.gateway.ports,
+            class_ids=(t.class_id for t in document.tenants),
+            root=root.handle,
+        ),
+        owners=owners_of(document),
+    )
+    return Wanted(tree, (shape_note, *leaf_notes, *classifier_notes, *allotment.notes))
+
+
+def root_qdisc() -> HtbQdisc:
+    """Return the root qdisc of every tree of ours in shape single: its handle and default are our mark."""
+    return HtbQdisc(Handle(ROOT_MAJOR), ROOT, ReservedClass.HOST, params.DIRECT_QLEN_PACKETS)
+
+
+def owners_of(document: TenantsDocument) -> dict[int, str]:
+    """Return the name of each class by its minor: ours in lower case, then the tenants'."""
+    return {r.value: r.name.lower() for r in ReservedClass} | {t.class_id: t.name for t in document.tenants}
+
+
+def _shape(choice: ShapeChoice) -> tuple[Shape, Note]:
+    if choice is ShapeChoice.MQ:
+        raise UsageError("shape mq is not available in this version", remedy="use shape single, or auto")
+    if choice is ShapeChoice.AUTO:
+        return Shape.SINGLE, Note("shape", "shape single: auto takes mq only with proven steering, which is not built")
+    return Shape.SINGLE, Note("shape", "shape single: asked for")
+
+
+def _leaf_kind(wanted: LeafKind, capabilities: Capabilities) -> tuple[LeafKind, tuple[Note, ...]]:
+    if wanted in capabilities.leaves:
+        return wanted, ()
+    for kind in _LEAF_ORDER:
+        if kind in capabilities.leaves:
+            message = f"the kernel has no {wanted}: leaves are {kind}, so flows within a tenant share one queue"
+            return kind, (Note("leaf-degraded", message),)
+    raise RefusedError("the kernel has no usable leaf qdisc", remedy="load sch_fq_codel, or build the kernel with it")
+
+
+def _classifier_kind(capabilities: Capabilities) -> tuple[ClassifierKind, tuple[Note, ...]]:
+    if ClassifierKind.BPF in capabilities.classifiers:
+        return ClassifierKind.BPF, ()
+    if ClassifierKind.FW in capabilities.classifiers:
+        message = "the kernel refuses cls_bpf: one fw filter for each tenant instead of one program"
+        return ClassifierKind.FW, (Note("classifier-degraded", message),)
+    raise RefusedError("the kernel has neither cls_bpf nor cls_fw with cls_flower", remedy="load the module cls_bpf")
+
+
+def _host_floor(settings: TreeSettings) -> Rate:
+    return max(settings.host_reserve, params.TRICKLE_MIN)
+
+
+def _classes(
+    document: TenantsDocument, device: Device, *, settings: TreeSettings, allotment: Allotment
+) -> tuple[HtbClass, ...]:
+    def handle(minor: int) -> Handle:
+        return Handle(ROOT_MAJOR, minor)
+
+    def make(minor: int, parent: int, floor: Rate, ceil: Rate, prio: int) -> HtbClass:
+        return params.htb_class(handle(minor), handle(parent), floor=floor, ceil=ceil, prio=prio, device=device)
+
+    inside = settings.host_traffic is HostTraffic.INSIDE
+    budget, trickle = settings.budget, allotment.trickle
+    top = ReservedClass.BUDGET
+    host = make(
+        ReservedClass.HOST,
+        top if inside else ReservedClass.ROOT,
+        _host_floor(settings),
+        budget if inside else params.LINE_RATE,
+        _HOST_PRIO,
+    )
+    root = make(ReservedClass.ROOT, 0, params.LINE_RATE, params.LINE_RATE, 0)
+    node = make(top, ReservedClass.ROOT, budget, budget, 0)
+    return (
+        root,
+        *((node, host) if inside else (host, node)),
+        make(ReservedClass.GATEWAY, top, trickle, budget, _TENANT_PRIO),
+        make(ReservedClass.UNATTRIBUTED, top, trickle, budget, _UNATTRIBUTED_PRIO),
+        *(
+            make(t.class_id, top, allotment.floors[t.name], allotment.ceilings[t.name], _TENANT_PRIO)
+            for t in document.tenants
+        ),
+    )
+
+
+def _leaves(classes: Iterable[HtbClass], kind: LeafKind, device: Device) -> Iterable[Leaf]:
+    inner = {ReservedClass.ROOT, ReservedClass.BUDGET}
+    for spec in classes:
+        minor = spec.classid.minor
+        if minor not in inner:
+            handle = Handle(_LEAF_MAJORS.get(ReservedClass(minor), 0) if minor < 0x100 else minor)
+            yield Leaf(handle, spec.classid, params.leaf_parameters(kind, spec.ceil, device))

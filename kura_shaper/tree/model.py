@@ -1,0 +1,280 @@
+"""What a tree on a device is made of. Wanted and actual trees share these types.
+
+Handles are `major:minor`, 16 bits each. A qdisc has minor 0; a class shares its
+qdisc's major, and its minor is the class id of the tenants document, so the mark,
+the class and the document show one number. (man tc, tc-htb)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from kura_shaper.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kura_shaper.units import Rate
+
+# One tick of a tc bucket is 64 ns (include/net/pkt_sched.h: PSCHED_SHIFT 6).
+TICK_NS = 64
+_U32_MAX = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Handle:
+    """A qdisc's or class's handle. Raises UsageError when a half has more than 16 bits.
+
+    The kernel would not: it takes 1:10000 (hex) for a handle that aliases 1:0.
+    """
+
+    major: int
+    minor: int = 0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.major <= 0xFFFF and 0 <= self.minor <= 0xFFFF):
+            raise UsageError(f"handle {self.major:x}:{self.minor:x} is out of range", remedy="each half has 16 bits")
+
+    @classmethod
+    def from_u32(cls, value: int) -> Handle:
+        """Return the handle that the kernel's 32-bit form names."""
+        return cls(value >> 16, value & 0xFFFF)
+
+    @property
+    def u32(self) -> int:
+        """The kernel's 32-bit form."""
+        return self.major << 16 | self.minor
+
+    def __str__(self) -> str:
+        return f"{self.major:x}:{self.minor:x}" if self.minor else f"{self.major:x}:"
+
+
+ROOT = Handle(0xFFFF, 0xFFFF)
+
+
+class Shape(StrEnum):
+    """How the tree sits on the device."""
+
+    SINGLE = "single"
+    MQ = "mq"
+
+
+class HostTraffic(StrEnum):
+    """Whether unmarked host traffic is beside the node budget or under it."""
+
+    OUTSIDE = "outside"
+    INSIDE = "inside"
+
+
+class LeafKind(StrEnum):
+    """Queueing disciplines that we put below a class."""
+
+    FQ_CODEL = "fq_codel"
+    FQ = "fq"
+    BFIFO = "bfifo"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What the planner needs to know of a network device.
+
+    gso_max_bytes is the largest packet that the stack hands to the qdisc at once.
+    """
+
+    name: str
+    ifindex: int
+    mtu_bytes: int = 1500
+    gso_max_bytes: int = 65536
+    tx_queue_len_packets: int = 1000
+    tx_queues: int = 1
+    kind: str = ""
+    is_loopback: bool = False
+    is_up: bool = True
+
+    @property
+    def frame_bytes(self) -> int:
+        """MTU and the Ethernet header: what HTB charges for one full packet."""
+        return self.mtu_bytes + 14
+
+
+@dataclass(frozen=True, slots=True)
+class HtbQdisc:
+    """An HTB qdisc. default_minor names the class of all that no filter matched."""
+
+    handle: Handle
+    parent: Handle
+    default_minor: int
+    direct_qlen_packets: int
+
+
+@dataclass(frozen=True, slots=True)
+class HtbClass:
+    """An HTB class: floor (HTB rate), ceil, their buckets in ticks of 64 ns, quantum, prio."""
+
+    classid: Handle
+    parent: Handle
+    floor: Rate
+    ceil: Rate
+    burst_ticks: int
+    cburst_ticks: int
+    quantum_bytes: int
+    prio: int
+
+    @property
+    def burst_bytes(self) -> int:
+        """Bytes in the floor's bucket."""
+        return bytes_of_ticks(self.floor, self.burst_ticks)
+
+    @property
+    def cburst_bytes(self) -> int:
+        """Bytes in the ceil's bucket."""
+        return bytes_of_ticks(self.ceil, self.cburst_ticks)
+
+
+@dataclass(frozen=True, slots=True)
+class FqCodel:
+    """Parameters of an fq_codel leaf (man tc-fq_codel)."""
+
+    limit_packets: int
+    flows: int
+    target_us: int
+    interval_us: int
+    quantum_bytes: int
+    memory_limit_bytes: int
+    ecn: bool = True
+    kind: LeafKind = field(default=LeafKind.FQ_CODEL, init=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Fq:
+    """Parameters of an fq leaf (man tc-fq)."""
+
+    limit_packets: int
+    flow_limit_packets: int
+    quantum_bytes: int
+    initial_quantum_bytes: int
+    horizon_us: int
+    horizon_drop: bool = True
+    kind: LeafKind = field(default=LeafKind.FQ, init=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Bfifo:
+    """Parameters of a bfifo leaf: what is left where the kernel has neither fq_codel nor fq."""
+
+    limit_bytes: int
+    kind: LeafKind = field(default=LeafKind.BFIFO, init=False)
+
+
+@dataclass(frozen=True, slots=True)
+class OtherQdisc:
+    """A qdisc that is not of our making; options are the kernel's bytes, kept verbatim.
+
+    Handle 0 marks the kernel's own default.
+    """
+
+    kind: str
+    handle: Handle
+    parent: Handle
+    options: bytes = b""
+
+    @property
+    def is_kernel_default(self) -> bool:
+        """Whether nobody chose it: the kernel gives its own defaults no handle."""
+        return self.handle.major == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """The qdisc below a leaf class."""
+
+    handle: Handle
+    parent: Handle
+    parameters: FqCodel | Fq | Bfifo
+
+
+@dataclass(frozen=True, slots=True)
+class BpfMatch:
+    """A cls_bpf filter of classic BPF; its return value is the classid (man tc-bpf).
+
+    Each instruction is (code, jump if true, jump if false, k).
+    """
+
+    instructions: tuple[tuple[int, int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FwMatch:
+    """A cls_fw filter: (mark & mask) picks the class (man tc-fw)."""
+
+    mark: int
+    mask: int
+    classid: Handle
+
+
+@dataclass(frozen=True, slots=True)
+class FlowerMatch:
+    """A cls_flower filter on an IP protocol and the source port (man tc-flower)."""
+
+    ethertype: int
+    ip_protocol: int
+    source_port: int
+    classid: Handle
+
+
+@dataclass(frozen=True, slots=True)
+class OtherMatch:
+    """A filter that is not of our making."""
+
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """One filter on a qdisc. It is known by parent, priority, ethertype and handle."""
+
+    parent: Handle
+    priority: int
+    ethertype: int
+    handle: int
+    match: BpfMatch | FwMatch | FlowerMatch | OtherMatch
+
+    @property
+    def key(self) -> tuple[int, int, int, int]:
+        """What the kernel tells this filter from others by."""
+        return (self.parent.u32, self.priority, self.ethertype, self.handle)
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A whole wanted tree. Classes stand parents first. owners maps a minor to its name."""
+
+    shape: Shape
+    root: HtbQdisc
+    classes: tuple[HtbClass, ...]
+    leaves: tuple[Leaf, ...]
+    filters: tuple[Filter, ...]
+    owners: Mapping[int, str]
+
+    def class_of(self, minor: int) -> HtbClass | None:
+        """Return the class with this minor, if there is one."""
+        return next((c for c in self.classes if c.classid.minor == minor), None)
+
+
+def ticks_of_bytes(rate: Rate, size_bytes: int) -> int:
+    """Return the ticks that size_bytes take at rate, rounded up: the bucket never gets smaller.
+
+    The kernel keeps a bucket as the time that it takes to send it (net/sched/sch_htb.c).
+    Raises UsageError when the bucket does not fit the kernel's 32 bits.
+    """
+    ticks = -(-size_bytes * 1_000_000_000 // (rate.bytes_per_second * TICK_NS))
+    if ticks > _U32_MAX:
+        raise UsageError(f"a bucket of {size_bytes} bytes at {rate} bit/s is too long", remedy="raise the rate")
+    return ticks
+
+
+def bytes_of_ticks(rate: Rate, ticks: int) -> int:
+    """Return the bytes that pass at rate in so many ticks, rounded down."""
+    return rate.bytes_per_second * ticks * TICK_NS // 1_000_000_000

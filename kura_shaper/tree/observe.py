@@ -1,0 +1,107 @@
+"""A snapshot read as a tree of ours: who owns each class, and how it differs from the document.
+
+The settings that the tree was made with stand in the tree itself, so a reading needs no
+options: the budget is the budget class's ceil, the host's place is its parent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kura_shaper.tenants.document import TenantsDocument
+from kura_shaper.tenants.marks import ReservedClass
+from kura_shaper.tree.build import Capabilities, TreeSettings, build, owners_of, root_qdisc
+from kura_shaper.tree.classifier import ClassifierKind
+from kura_shaper.tree.diff import plan
+from kura_shaper.tree.model import FwMatch, Handle, HostTraffic, HtbClass, Leaf, LeafKind, OtherQdisc, Shape
+from kura_shaper.tree.preflight import is_ours
+from kura_shaper.tree.snapshot import ClassCounters
+from kura_shaper.units import Rate
+
+if TYPE_CHECKING:
+    from kura_shaper.tree.snapshot import Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedClass:
+    """One class with its owner ("" when nobody's), its leaf's kind and its counters."""
+
+    spec: HtbClass
+    owner: str
+    leaf: str
+    counters: ClassCounters
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What is on the device. drift says what would mend it, a line each; only with a document."""
+
+    actual: Snapshot
+    is_ours: bool
+    shape: Shape | None
+    classes: tuple[ObservedClass, ...]
+    drift: tuple[str, ...] = ()
+
+
+def observe(actual: Snapshot, document: TenantsDocument | None, budget: Rate | None = None) -> Observed:
+    """Return a reading of a device, against a document where there is one.
+
+    Without a budget the one in force is taken for the wanted one.
+    """
+    ours = is_ours(actual.root, root_qdisc())
+    owners = owners_of(document or TenantsDocument("", ()))
+    return Observed(
+        actual=actual,
+        is_ours=ours,
+        shape=Shape.SINGLE if ours else None,
+        classes=tuple(
+            ObservedClass(
+                spec=spec,
+                owner=owners.get(classid.minor, ""),
+                leaf=_leaf_kind(actual.leaves.get(classid)),
+                counters=actual.counters.get(classid, ClassCounters()),
+            )
+            for classid, spec in sorted(actual.classes.items())
+        ),
+        drift=_drift(actual, document, budget) if ours and document else (),
+    )
+
+
+def _leaf_kind(leaf: Leaf | OtherQdisc | None) -> str:
+    match leaf:
+        case Leaf():
+            return leaf.parameters.kind
+        case OtherQdisc():
+            return leaf.kind
+        case None:
+            return ""
+
+
+def _drift(actual: Snapshot, document: TenantsDocument, budget: Rate | None) -> tuple[str, ...]:
+    """Return, as one line each, what would have to be done to have the tree that the document wants."""
+    root = root_qdisc().handle
+    host = actual.classes.get(Handle(root.major, ReservedClass.HOST))
+    node = actual.classes.get(Handle(root.major, ReservedClass.BUDGET))
+    if host is None or (node is None and budget is None):
+        missing = ReservedClass.HOST if host is None else ReservedClass.BUDGET
+        return (f"add class {Handle(root.major, missing)}: {missing.name.lower()} is missing",)
+    in_use = _in_use(actual)
+    settings = TreeSettings(
+        budget=budget or (node.ceil if node else Rate(0)),
+        leaf=min(in_use.leaves, key=list(LeafKind).index),
+        host_traffic=HostTraffic.INSIDE if node and host.parent == node.classid else HostTraffic.OUTSIDE,
+        host_reserve=host.floor,
+    )
+    wanted = build(document, actual.device, settings=settings, capabilities=in_use)
+    return tuple(operation.describe() for operation in plan(wanted, actual).operations)
+
+
+def _in_use(actual: Snapshot) -> Capabilities:
+    """Return the kinds that the tree is made of: a reading must not try the kernel out."""
+    leaves = {leaf.parameters.kind for leaf in actual.leaves.values() if isinstance(leaf, Leaf)}
+    by_mark = any(isinstance(f.match, FwMatch) for f in actual.filters)
+    return Capabilities(
+        leaves=frozenset(leaves or {LeafKind.FQ_CODEL}),
+        classifiers=frozenset({ClassifierKind.FW if by_mark else ClassifierKind.BPF}),
+    )

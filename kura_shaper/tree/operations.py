@@ -1,0 +1,172 @@
+"""The single steps that a plan is made of. Each knows its cost and how to say itself.
+
+Costs were measured on real kernels: changing a class keeps every backlog and counter,
+replacing a leaf loses that leaf's backlog, and grafting a root loses every queue of
+the device, uncounted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from kura_shaper.tree.model import Bfifo, BpfMatch, FlowerMatch, Fq, FqCodel, FwMatch, Handle, LeafKind, OtherMatch
+
+if TYPE_CHECKING:
+    from kura_shaper.tree.model import Filter, HtbClass, HtbQdisc, Leaf, OtherQdisc
+
+
+class Impact(StrEnum):
+    """What an operation costs traffic that is queued at that moment."""
+
+    HITLESS = "hitless"
+    LEAF_LOSS = "leaf-loss"
+    DEVICE_LOSS = "device-loss"
+
+
+@dataclass(frozen=True, slots=True)
+class AddRoot:
+    """Put an HTB at the root; the kernel swaps it for what is there in one step."""
+
+    qdisc: HtbQdisc
+    impact: Impact = Impact.DEVICE_LOSS
+
+    def describe(self) -> str:
+        """Return the operation as one line."""
+        return f"add root qdisc htb {self.qdisc.handle} default {self.qdisc.default_minor:x}"
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreQdisc:
+    """Put a qdisc of somebody else's back as it was."""
+
+    qdisc: OtherQdisc
+    impact: Impact = Impact.DEVICE_LOSS
+
+    def describe(self) -> str:
+        """Return the operation as one line."""
+        return f"restore qdisc {self.qdisc.kind} {self.qdisc.handle} parent {_parent(self.qdisc.parent)}"
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteRoot:
+    """Take the root qdisc away; the kernel's default takes its place."""
+
+    handle: Handle
+    impact: Impact = Impact.DEVICE_LOSS
+
+    def describe(self) -> str:
+        """Return the operation as one line."""
+        return f"delete root qdisc {self.handle}"
+
+
+@dataclass(frozen=True, slots=True)
+class AddClass:
+    """Create a class; the kernel gives it a plain fifo until its leaf is there."""
+
+    spec: HtbClass
+    impact: Impact = Impact.HITLESS
+
+    def describe(self) -> str:
+        """Return the operation as one line."""
+        return f"add class {_class(self.spec)}"
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeClass:
+    """Change a class in place."""
+
+    spec: HtbClass
+    impact: Impact = Impact.HITLESS
+
+    def describe(self) -> str:
+        """Return the operation as one line."""
+        return f"change class {_class(self.spec)}"
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteClass:
+    """Remove a class and its leaf, once it is drained."""
+
+    classid: Handle
+    impact: Impact = Impact.LEAF_LOSS
+
+    def describe(self) -> str:
+        """Return the operation as one line."""
+        return f"delete class {self.classid}"
+
+
+@dataclass(frozen=True, slots=True)
+class SetLeaf:
+    """Put a leaf below a class, or change the one that is there in place."""
+
+    leaf: Leaf
+    impact: Impact = Impact.HITLESS
+    in_place: bool = False
+
+    def describe(self) -> str:
+        """Return the operation as one line."""
+        return f"set leaf of {self.leaf.parent} to {_leaf(self.leaf)}"
+
+
+@dataclass(frozen=True, slots=True)
+class SetFilter:
+    """Add a filter, or replace the one with the same key in one step."""
+
+    filter: Filter
+    impact: Impact = Impact.HITLESS
+
+    def describe(self) -> str:
+        """Return the operation as one line."""
+        return f"set filter prio {self.filter.priority} on {self.filter.parent}: {_match(self.filter)}"
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteFilter:
+    """Remove a filter."""
+
+    filter: Filter
+    impact: Impact = Impact.HITLESS
+
+    def describe(self) -> str:
+        """Return the operation as one line."""
+        return f"delete filter prio {self.filter.priority} on {self.filter.parent}: {_match(self.filter)}"
+
+
+Operation = (
+    AddRoot | RestoreQdisc | DeleteRoot | AddClass | ChangeClass | DeleteClass | SetLeaf | SetFilter | DeleteFilter
+)
+
+
+def _parent(handle: Handle) -> str:
+    return "root" if handle == Handle(0xFFFF, 0xFFFF) else str(handle)
+
+
+def _class(spec: HtbClass) -> str:
+    return (
+        f"{spec.classid} parent {spec.parent} floor {spec.floor} ceil {spec.ceil}"
+        f" burst {spec.burst_bytes}b cburst {spec.cburst_bytes}b quantum {spec.quantum_bytes}b prio {spec.prio}"
+    )
+
+
+def _leaf(leaf: Leaf) -> str:
+    match leaf.parameters:
+        case FqCodel() as p:
+            return f"{LeafKind.FQ_CODEL} limit {p.limit_packets}p target {p.target_us}us"
+        case Fq() as p:
+            return f"{LeafKind.FQ} limit {p.limit_packets}p flow_limit {p.flow_limit_packets}p"
+        case Bfifo() as p:
+            return f"{LeafKind.BFIFO} limit {p.limit_bytes}b"
+
+
+def _match(found: Filter) -> str:
+    match found.match:
+        case BpfMatch(instructions):
+            return f"bpf of {len(instructions)} instructions: class id from the mark, gateway ports"
+        case FwMatch(mark, mask, classid):
+            return f"fw mark {mark:#x}/{mask:#x} to {classid}"
+        case FlowerMatch(_, protocol, port, classid):
+            return f"flower ip protocol {protocol} source port {port} to {classid}"
+        case OtherMatch(kind):
+            return kind

@@ -1,0 +1,52 @@
+"""What a device's tree is at one moment, or Unknown: a failed read never looks like an empty kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kura_shaper.tree.model import Device, Filter, Handle, HtbClass, HtbQdisc, Leaf, OtherQdisc
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """The state could not be read; reason is one line for people."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClassCounters:
+    """Counters of one class since it was created."""
+
+    sent_bytes: int = 0
+    sent_packets: int = 0
+    dropped_packets: int = 0
+    overlimits: int = 0
+    backlog_bytes: int = 0
+    backlog_packets: int = 0
+    lended: int = 0
+    borrowed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One reading of a device's qdiscs, classes and filters.
+
+    root is None when the device has no qdisc at all. leaves maps a class to the qdisc
+    below it. verbatim has every qdisc as the kernel's own bytes, which is what a
+    journal can bring back.
+    """
+
+    device: Device
+    root: HtbQdisc | OtherQdisc | None
+    classes: Mapping[Handle, HtbClass] = field(default_factory=dict)
+    leaves: Mapping[Handle, Leaf | OtherQdisc] = field(default_factory=dict)
+    filters: tuple[Filter, ...] = ()
+    verbatim: tuple[OtherQdisc, ...] = ()
+    counters: Mapping[Handle, ClassCounters] = field(default_factory=dict)
+    direct_packets: int = 0
+    taken_at_ns: int = 0
