@@ -92,6 +92,7 @@ class Rate:
 
     def __str__(self) -> str:
         for suffix, size in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3)):
-            if self.bits_per_second >= size and self.bits_per_second * 1000 % size == 0:
-                return f"{self.bits_per_second / size:.3f}".rstrip("0").rstrip(".") + suffix
+            thousandths, rest = divmod(self.bits_per_second * 1000, size)
+            if self.bits_per_second >= size and rest == 0:
+                return f"{thousandths // 1000}.{thousandths % 1000:03}".rstrip("0").rstrip(".") + suffix
         return str(self.bits_per_second)

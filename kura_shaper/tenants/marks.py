@@ -12,8 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 from kura_shaper.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 TENANT_CLASS_MIN = 0x100
 TENANT_CLASS_MAX = 0xFFFE
@@ -37,6 +41,9 @@ class MarkUser:
     name: str
     mask: int
     on_every_node: bool
+
+    def __str__(self) -> str:
+        return self.name
 
 
 # Source: the public registry of bitwise fwmark users (github.com/fwmark/registry) and the
@@ -97,3 +104,29 @@ class MarkLayout:
     def overlaps(self) -> tuple[MarkUser, ...]:
         """Known users of the firewall mark whose bits this layout also writes."""
         return tuple(user for user in KNOWN_MARK_USERS if user.mask & self.mask)
+
+
+def known_mark_user(name: str) -> MarkUser:
+    """Return the known user of the firewall mark of that name. Raises UsageError that lists them all."""
+    for user in KNOWN_MARK_USERS:
+        if user.name == name:
+            return user
+    known = ", ".join(user.name for user in KNOWN_MARK_USERS)
+    raise UsageError(f"{name[:64]!r} is no known user of the firewall mark", remedy=f"known: {known}")
+
+
+def require_free_bits(
+    layout: MarkLayout, *, neighbours: Collection[MarkUser] = (), acknowledged: Collection[MarkUser] = ()
+) -> None:
+    """Raise UsageError when the layout writes bits that other software on the nodes needs.
+
+    A user that is on every node is always in the way. A neighbour, which is a known user that
+    runs on these nodes, is in the way until somebody acknowledges it.
+    """
+    for user in layout.overlaps():
+        clash = f"mask {layout.mask:#010x} writes bits of {user} ({user.mask:#010x})"
+        if user.on_every_node:
+            raise UsageError(f"{clash}, which is on every node", remedy="use 0xffff0000")
+        if user in neighbours and user not in acknowledged:
+            remedy = f"choose other bits, or add {user} to marks.acknowledge once it leaves these alone"
+            raise UsageError(f"{clash}, a neighbour on these nodes", remedy=remedy)
