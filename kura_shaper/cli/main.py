@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from kura_shaper import __version__
-from kura_shaper.cli import tenants, tree
+from kura_shaper.cli import gateway, lab, tenants, tree
 from kura_shaper.errors import KuraShaperError
 from kura_shaper.log import LogFormat, LogLevel, configure
 
@@ -25,7 +25,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 tree.register(app)
+gateway.register(app)
 app.add_typer(tenants.app, name="tenants")
+app.add_typer(lab.app, name="lab")
 
 
 def _version(wanted: bool) -> None:
