@@ -1,0 +1,210 @@
+"""Whether the real HAProxy takes a configuration without a warning, and what it can't know itself.
+
+`haproxy -c` opens no socket and checks no capability, so it is necessary and not enough.
+What it accepts although it is wrong is refused by the renderer; what is left for here is
+whether the certificate stands for every hostname, since HAProxy serves it for any.
+"""
+
+from __future__ import annotations
+
+import grp
+import pwd
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from kura_shaper.errors import StateUnknownError, UsageError
+from kura_shaper.haproxy.certificates import covers, dns_names, throwaway_pem
+from kura_shaper.haproxy.generation import CONFIG_FILE
+from kura_shaper.haproxy.maps import MARK_MAP, PEER_MAP, SNI_MAP, host_name
+from kura_shaper.haproxy.options import CertificateKind, version_text
+from kura_shaper.haproxy.render import render
+
+if TYPE_CHECKING:
+    from kura_shaper.haproxy.binary import HaproxyBinary
+    from kura_shaper.haproxy.generation import GatewayConfig
+    from kura_shaper.haproxy.options import GatewayOptions
+    from kura_shaper.tenants.document import TenantsDocument
+
+# 3000 tenants take 3 seconds.
+_CHECK_SECONDS = 300
+
+_MESSAGE = re.compile(r"^\[(?P<severity>ALERT|WARNING|NOTICE)\]\s+\(\d+\) : (?:config : )?(?P<text>.*)$")
+_PLACE = re.compile(r"\[(?P<file>[^\[\]\s]+):(?P<line>\d+)\]")
+_ROW = re.compile(r"line (?P<line>\d+) (?:of|in) file '(?P<file>[^']+)'")
+_SUMMARY = re.compile(r"(Error\(s\)|Fatal errors) found in configuration|'zero-warning' is set")
+_SECTION = re.compile(r"\S+ (?P<tenant>[a-z0-9-]+)_(?:edge|peer|http|grpc)\b")
+
+
+class Severity(Enum):
+    """How HAProxy rates what it says: an alert stops it, a warning stops it under `-dW`."""
+
+    ALERT = "alert"
+    WARNING = "warning"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong: in which rendered file and line, and whose, as far as that is known."""
+
+    severity: Severity
+    message: str
+    file: str = ""
+    line: int = 0
+    tenant: str = ""
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}" if self.line else self.file
+        owner = f"tenant {self.tenant}" if self.tenant else ""
+        return ": ".join(part for part in (place, self.severity.value, owner, self.message) if part)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """What was found, and in `notes` what was put in place of things that this machine lacks."""
+
+    version: tuple[int, int, int]
+    findings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """True when nothing was found."""
+        return not self.findings
+
+
+def check_with_haproxy(document: TenantsDocument, options: GatewayOptions, *, binary: HaproxyBinary) -> CheckReport:
+    """Render the document and let HAProxy read the result, in a directory that is gone afterwards.
+
+    A certificate or account that this machine lacks is stood in for, and noted. Raises
+    what `render` raises, and StateUnknownError when HAProxy gives no answer.
+    """
+    notes = []
+    if binary.version[:2] != options.haproxy_version[:2]:
+        rendered, used = version_text(options.haproxy_version[:2]), version_text(binary.version)
+        notes.append(f"rendered for HAProxy {rendered}, checked with {used}")
+    with tempfile.TemporaryDirectory(prefix="kura-shaper-check-") as name:
+        directory = Path(name)
+        local, stand_ins = _stand_in(options, directory)
+        findings = findings_in(render(document, local), directory, binary=binary)
+    findings += uncovered_hosts(document, options)
+    return CheckReport(binary.version, findings, (*notes, *stand_ins))
+
+
+def findings_in(config: GatewayConfig, directory: Path, *, binary: HaproxyBinary) -> tuple[Finding, ...]:
+    """Write a configuration that was rendered for this directory there, and return what HAProxy says about it.
+
+    Raises StateUnknownError when it gives no answer.
+    """
+    for file, content in config.files.items():
+        (directory / file).write_bytes(content)
+    code, output = _run(binary, directory / CONFIG_FILE)
+    findings = parse_messages(output.replace(f"{directory}/", ""), config)
+    if code != 0 and not findings:
+        return (Finding(Severity.ALERT, f"HAProxy ended with status {code}: {output.strip()[-500:]}"),)
+    return findings
+
+
+def parse_messages(output: str, config: GatewayConfig) -> tuple[Finding, ...]:
+    """Return HAProxy's alerts and warnings, each with its place in the rendered files."""
+    messages: list[tuple[str, str]] = []
+    for row in output.splitlines():
+        match = _MESSAGE.match(row)
+        if match:
+            messages.append((match["severity"], match["text"]))
+        elif messages and row.strip():
+            severity, text = messages[-1]
+            messages[-1] = (severity, f"{text} {row.strip()}")
+    wanted = ((severity, text) for severity, text in messages if severity != "NOTICE" and not _SUMMARY.search(text))
+    return tuple(_finding(Severity(severity.lower()), text, config) for severity, text in wanted)
+
+
+def uncovered_hosts(document: TenantsDocument, options: GatewayOptions) -> tuple[Finding, ...]:
+    """Return a warning for each hostname that no certificate stands for; nothing when none is here to read."""
+    names: list[str] = []
+    for path in _certificates(options):
+        try:
+            names += dns_names(path.read_text(encoding="utf-8", errors="replace"))
+        except (OSError, UsageError):
+            # HAProxy's own message about this file says more.
+            return ()
+    if not names:
+        return ()
+    covered = tuple(names)
+    hosts = sorted((host_name(host, path="hosts"), tenant.name) for tenant in document.tenants for host in tenant.hosts)
+    missing = ((host, tenant) for host, tenant in hosts if not covers(covered, host))
+    return tuple(Finding(Severity.WARNING, f"no certificate for {host}", tenant=tenant) for host, tenant in missing)
+
+
+def _certificates(options: GatewayOptions) -> tuple[Path, ...]:
+    path = Path(options.certificate)
+    if options.certificate_kind is CertificateKind.FILE:
+        return (path,) if path.is_file() else ()
+    # What HAProxy itself leaves out of a directory.
+    skipped = (".key", ".issuer", ".ocsp", ".sctl")
+    files = sorted(path.iterdir()) if path.is_dir() else []
+    return tuple(file for file in files if file.is_file() and file.name[0] != "." and file.suffix not in skipped)
+
+
+def _stand_in(options: GatewayOptions, directory: Path) -> tuple[GatewayOptions, tuple[str, ...]]:
+    """Return the options with what this machine lacks replaced, each by one word, so that no line moves."""
+    local = replace(options, directory=PurePosixPath(directory))
+    notes: list[str] = []
+    if not _certificates(options):
+        notes.append(f"no certificate at {options.certificate}: checked with a throwaway one")
+        certificate = directory / "certificates" / "throwaway.pem"
+        certificate.parent.mkdir()
+        certificate.write_bytes(throwaway_pem())
+        certificate = certificate if options.certificate_kind is CertificateKind.FILE else certificate.parent
+        local = replace(local, certificate=PurePosixPath(certificate))
+    try:
+        pwd.getpwnam(options.user)
+    except KeyError:
+        notes.append(f"no account {options.user}: checked with root")
+        local = replace(local, user="root")
+    try:
+        grp.getgrnam(options.group)
+    except KeyError:
+        notes.append(f"no group {options.group}: checked with root")
+        local = replace(local, group="root")
+    return local, tuple(notes)
+
+
+def _run(binary: HaproxyBinary, config: Path) -> tuple[int, str]:
+    command = (str(binary.path), "-dW", "-c", "-f", str(config))
+    try:
+        done = subprocess.run(  # noqa: S603
+            command, capture_output=True, stdin=subprocess.DEVNULL, timeout=_CHECK_SECONDS, env={}, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise StateUnknownError(f"{binary.path} gave no answer", remedy=str(error)) from error
+    return done.returncode, (done.stderr + done.stdout).decode("utf-8", errors="replace")
+
+
+def _finding(severity: Severity, text: str, config: GatewayConfig) -> Finding:
+    # The innermost place: a message about a map names the line that loads it as well.
+    for pattern in (_ROW, _PLACE):
+        for match in pattern.finditer(text):
+            file, number = match["file"], int(match["line"])
+            if file in config.files:
+                return Finding(severity, text, file, number, _owner(config, file, number))
+    return Finding(severity, text)
+
+
+def _owner(config: GatewayConfig, file: str, number: int) -> str:
+    """Return the tenant whose section or row the line is in, "" when it is nobody's."""
+    rows = config.text(file).split("\n")[:number]
+    words = rows[-1].split(" ")
+    if file == MARK_MAP:
+        return words[0]
+    if file in {SNI_MAP, PEER_MAP}:
+        return words[-1]
+    if file != CONFIG_FILE:
+        return ""
+    header = next((row for row in reversed(rows) if row and not row.startswith((" ", "#"))), "")
+    match = _SECTION.match(header)
+    return match["tenant"] if match else ""

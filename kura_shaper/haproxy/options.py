@@ -1,0 +1,140 @@
+"""What the renderer needs to know beside the tenants document: where and how the gateway runs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import PurePosixPath
+
+from kura_shaper.errors import UsageError
+from kura_shaper.tenants.document import Endpoint
+
+# 3.0 is the first that marks a client's connection; 3.0.3 has the fix of github.com/haproxy/haproxy/issues/2634.
+MIN_VERSION = (3, 0, 3)
+# HAProxy binds a unix socket under a longer, temporary name first, and the kernel's limit is 107.
+_MAX_RUN_DIRECTORY_CHARS = 72
+
+_DIRECTORY = PurePosixPath("/etc/kura-shaper/haproxy/current")
+_RUN_DIRECTORY = PurePosixPath("/run/kura-shaper-haproxy")
+_CERTIFICATE = PurePosixPath("/etc/kura-shaper/tls/tls.crt")
+_METRICS = Endpoint("127.0.0.1", 8405)
+_ALL_ADDRESSES = (IPv4Address("0.0.0.0"), IPv6Address("::"))  # noqa: S104 - serving the world is its purpose
+
+_PATH = re.compile(r"(/[A-Za-z0-9_.+-]+)+", re.ASCII)
+_ACCOUNT = re.compile(r"[a-z_][a-z0-9_-]{0,31}", re.ASCII)
+
+
+class BandwidthLimit(Enum):
+    """Whether the gateway also smooths each tenant's payload to its ceiling, ahead of the tree."""
+
+    ON = "on"
+    OFF = "off"
+
+
+class CertificateKind(Enum):
+    """What `GatewayOptions.certificate` names: one PEM file for every host, or a directory of PEM files."""
+
+    FILE = "file"
+    DIRECTORY = "directory"
+
+
+class VersionTooOldError(UsageError):
+    """An HAProxy that can't do what the gateway needs of it."""
+
+    code = "haproxy_too_old"
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayOptions:
+    """How the gateway runs.
+
+    `directory` is where the rendered files will be read from, `run_directory` where the
+    sockets are (the account `user` must be able to reach it). `certificate` holds the
+    chain, and the key too unless that is beside it as .key. `maxconn` is the most clients
+    at a time on each plane; one takes up to six descriptors. `addresses` are bound on
+    every port. Without `resolvers` the gateway asks those of /etc/resolv.conf.
+    `dns_servers` bounds the addresses used of one DNS name.
+
+    Raises UsageError for a value out of range, VersionTooOldError for one before 3.0.3.
+    """
+
+    haproxy_version: tuple[int, int, int]
+    directory: PurePosixPath = _DIRECTORY
+    run_directory: PurePosixPath = _RUN_DIRECTORY
+    certificate: PurePosixPath = _CERTIFICATE
+    certificate_kind: CertificateKind = CertificateKind.FILE
+    user: str = "haproxy"
+    group: str = "haproxy"
+    bandwidth_limit: BandwidthLimit = BandwidthLimit.ON
+    nbthread: int | None = None
+    maxconn: int = 10_000
+    metrics_bind: Endpoint = _METRICS
+    addresses: tuple[IPv4Address | IPv6Address, ...] = _ALL_ADDRESSES
+    resolvers: tuple[Endpoint, ...] = ()
+    dns_servers: int = 3
+
+    def __post_init__(self) -> None:
+        refuse_old_version(self.haproxy_version)
+        for name in ("directory", "run_directory", "certificate"):
+            _check_path(name, getattr(self, name))
+        if len(str(self.run_directory)) > _MAX_RUN_DIRECTORY_CHARS:
+            remedy = f"use at most {_MAX_RUN_DIRECTORY_CHARS} characters"
+            raise UsageError(f"run_directory {self.run_directory} is too long for a socket", remedy=remedy)
+        for name in ("user", "group"):
+            if not _ACCOUNT.fullmatch(getattr(self, name)):
+                raise UsageError(f"{name} {getattr(self, name)!r} is no account name", remedy='e.g. "haproxy"')
+        _check_range("nbthread", 1 if self.nbthread is None else self.nbthread, most=1024)
+        _check_range("maxconn", self.maxconn, most=1_000_000)
+        _check_range("dns_servers", self.dns_servers, most=64)
+        if not self.addresses or len(set(self.addresses)) != len(self.addresses):
+            raise UsageError("addresses is empty or names one twice", remedy="e.g. 0.0.0.0 and ::")
+        for endpoint in (self.metrics_bind, *self.resolvers):
+            _check_ip_endpoint(endpoint)
+
+    @property
+    def tls_socket(self) -> str:
+        """Address of the private socket between the edge and the TLS frontend."""
+        return f"unix@{self.run_directory}/tls.sock"
+
+    @property
+    def admin_socket(self) -> PurePosixPath:
+        """Path of the socket that the running gateway takes commands on."""
+        return self.run_directory / "admin.sock"
+
+    def file(self, name: str) -> str:
+        """Return the path that a rendered file will be read from."""
+        return str(self.directory / name)
+
+
+def refuse_old_version(version: tuple[int, int, int]) -> None:
+    """Raise VersionTooOldError when the version is one that the gateway can't be run with."""
+    if version < MIN_VERSION:
+        raise VersionTooOldError(
+            f"HAProxy {version_text(version)} is too old", remedy=f"use {version_text(MIN_VERSION)} or newer"
+        )
+
+
+def version_text(version: tuple[int, ...]) -> str:
+    """Return the version as HAProxy prints it."""
+    return ".".join(map(str, version))
+
+
+def _check_path(name: str, path: PurePosixPath) -> None:
+    if not _PATH.fullmatch(str(path)) or ".." in path.parts:
+        remedy = "use an absolute path of letters, digits, . _ + and -"
+        raise UsageError(f"{name} {str(path)!r} can't be written in a configuration", remedy=remedy)
+
+
+def _check_range(name: str, value: int, *, most: int) -> None:
+    if not 1 <= value <= most:
+        raise UsageError(f"{name} {value} is out of range", remedy=f"use 1 to {most}")
+
+
+def _check_ip_endpoint(endpoint: Endpoint) -> None:
+    try:
+        ip_address(endpoint.host)
+    except ValueError:
+        raise UsageError(f"{endpoint} has no IP address", remedy='e.g. "127.0.0.1:8405"') from None
+    _check_range("port", endpoint.port, most=65_535)
