@@ -9,18 +9,22 @@ from kura_shaper.kernel.executor import Outcome, Status, execute
 from kura_shaper.kernel.journal import Former, Journal
 from kura_shaper.tree.allot import Note
 from kura_shaper.tree.diff import Plan, plan, plan_removal
-from kura_shaper.tree.model import HtbQdisc, OtherQdisc
+from kura_shaper.tree.model import ROOT, HtbQdisc, OtherQdisc
 from kura_shaper.tree.operations import AddRoot, RestoreQdisc
 from kura_shaper.tree.preflight import Permission, is_ours
 from kura_shaper.tree.snapshot import Snapshot, Unknown
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kura_shaper.clock import Clock
     from kura_shaper.kernel.device import TrafficControl
     from kura_shaper.tree.build import Wanted
 
-# Below these a qdisc's children hang on classes that are not kept, so they can't come back.
+# What hangs below these has its place by itself; elsewhere it hung on a class, and classes are not kept.
 _CLASSLESS_PARENTS = frozenset({"mq"})
+# Without their classes the first passes everything unshaped and the others drop it.
+_NOTHING_WITHOUT_CLASSES = frozenset({"htb", "hfsc", "drr", "qfq"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +92,13 @@ def _restoring(former: Former | None) -> tuple[tuple[RestoreQdisc, ...], tuple[N
     if former is None:
         message = "no journal of this device: the kernel's default qdisc stays in place of what was there before"
         return (), (Note("no-journal", message),)
-    roots = {q.handle.major: q.kind for q in former.qdiscs}
-    back = [
-        q for q in former.restorable if q.parent.u32 == 0xFFFFFFFF or roots.get(q.parent.major) in _CLASSLESS_PARENTS
-    ]
+    kinds = {q.handle.major: q.kind for q in former.qdiscs}
+    back = [q for q in former.restorable if _comes_back(q, kinds)]
     lost = len(former.restorable) - len(back)
-    message = f"{lost} qdiscs hung below classes, which are not kept: they do not come back"
+    message = f"{lost} qdiscs had classes or hung below some, which are not kept: they do not come back"
     return tuple(RestoreQdisc(q) for q in back), (Note("not-restored", message),) if lost else ()
+
+
+def _comes_back(qdisc: OtherQdisc, kinds: Mapping[int, str]) -> bool:
+    has_its_place = qdisc.parent == ROOT or kinds.get(qdisc.parent.major) in _CLASSLESS_PARENTS
+    return has_its_place and qdisc.kind not in _NOTHING_WITHOUT_CLASSES

@@ -10,8 +10,10 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import select
 import socket
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kura_shaper.errors import StateUnknownError
@@ -94,7 +96,16 @@ class TcClient:
         self._socket.send(parts)
         refused: dict[int, tuple[int, str]] = {}
         while True:
-            view = self._receive()
+            try:
+                view = self._receive()
+            except TimeoutError as error:
+                raise StateUnknownError("the kernel did not answer", remedy="run again") from error
+            except OSError as error:
+                if error.errno != errno.ENOBUFS:
+                    raise StateUnknownError(f"an answer can't be read: {os.strerror(error.errno or 0)}") from error
+                # Answers were lost, perhaps the last one. A reading will tell what they would have said.
+                self._forget()
+                return refused
             kind, flags, sequence = _head(view)
             if kind != wire.NLMSG_ERROR or not first <= sequence <= last:
                 continue  # an answer to an earlier batch that timed out
@@ -120,9 +131,10 @@ class TcClient:
             except OSError as error:
                 if error.errno != errno.ENOBUFS:
                     raise StateUnknownError(f"a dump failed: {os.strerror(error.errno or 0)}") from error
-        raise StateUnknownError("the tree changed during every reading of it", remedy="run again")
+        raise StateUnknownError("the tree changed during every reading of it, or answers were lost", remedy="run again")
 
     def _dump_once(self, request: bytes, each: Callable[[memoryview, int, int], None]) -> bool:
+        self._forget()
         sequence = next(self._sequence)
         length, kind, flags, _, _ = wire.HEADER.unpack_from(request)
         self._socket.send(wire.HEADER.pack(length, kind, flags, sequence, 0) + request[wire.HEADER.size :])
@@ -142,6 +154,14 @@ class TcClient:
                         raise refusal(*wire.error_of(view, at + wire.HEADER.size, flags), doing="reading the tree")
                     each(view, at + wire.HEADER.size, at + length)
                 at += (length + 3) & ~3
+
+    def _forget(self) -> None:
+        """Throw away what still waits: while a dump is half read the kernel refuses another with EBUSY."""
+        waiting = select.poll()
+        waiting.register(self._socket, select.POLLIN)
+        while waiting.poll(0):
+            with suppress(OSError):
+                self._socket.recv_into(self._buffer)
 
     def _receive(self) -> memoryview:
         size, _, flags, _ = self._socket.recvmsg_into([self._buffer])

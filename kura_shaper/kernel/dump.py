@@ -130,6 +130,8 @@ class _Reading:
         if _text(data, found.found[wire.TCA_KIND]) != "htb" or wire.TCA_OPTIONS not in found.found:
             return
         classid = Handle.from_u32(found.handle)
+        if self._root is None or classid.major != self._root.handle.major:
+            return  # of an HTB that somebody hung below a class
         parent = Handle.from_u32(found.parent)
         if parent == ROOT:
             # The kernel says "root" for a class directly below the qdisc.

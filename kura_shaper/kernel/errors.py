@@ -78,7 +78,13 @@ _BY_ERRNO: dict[int, type[KernelRefusedError]] = {
     errno.ENOSYS: UnsupportedError,
 }
 
+# ENOENT has two meanings, told apart by the kernel's words (net/sched/sch_api.c, cls_api.c).
+_MISSING_KIND = frozenset({"Specified qdisc kind is unknown", "TC classifier not found"})
+
 
 def refusal(number: int, detail: str = "", *, doing: str = "") -> KernelRefusedError:
     """Return the typed error for an errno."""
-    return _BY_ERRNO.get(number, KernelRefusedError)(number, detail, doing=doing)
+    kind = _BY_ERRNO.get(number, KernelRefusedError)
+    if kind is NotThereError and detail in _MISSING_KIND:
+        kind = UnsupportedError
+    return kind(number, detail, doing=doing)

@@ -18,6 +18,7 @@ from kura_shaper.tree.operations import (
     ChangeClass,
     DeleteClass,
     DeleteFilter,
+    DeleteLeaf,
     DeleteRoot,
     RestoreQdisc,
     SetFilter,
@@ -116,6 +117,8 @@ def _object_of(operation: Operation) -> Hashable:
             return ("class", classid)
         case SetLeaf(leaf):
             return ("leaf", leaf.parent)
+        case DeleteLeaf(parent):
+            return ("leaf", parent)
         case RestoreQdisc(qdisc):
             return ("leaf", qdisc.parent)
         case SetFilter(filter_) | DeleteFilter(filter_):
@@ -135,6 +138,8 @@ def holds(operation: Operation, after: Snapshot) -> bool:
             return classid not in after.classes
         case SetLeaf(leaf):
             return after.leaves.get(leaf.parent) == leaf
+        case DeleteLeaf(parent, handle):
+            return parent not in after.leaves or after.leaves[parent].handle != handle
         case RestoreQdisc(qdisc):
             return any((q.kind, q.handle, q.parent) == (qdisc.kind, qdisc.handle, qdisc.parent) for q in after.verbatim)
         case SetFilter(filter_):

@@ -15,6 +15,7 @@ from kura_shaper.tree.model import (
     ROOT,
     Filter,
     FlowerMatch,
+    FqCodel,
     FwMatch,
     Handle,
     HtbClass,
@@ -28,6 +29,7 @@ from kura_shaper.tree.operations import (
     ChangeClass,
     DeleteClass,
     DeleteFilter,
+    DeleteLeaf,
     DeleteRoot,
     Operation,
     RestoreQdisc,
@@ -50,7 +52,9 @@ class FakeKernel:
     def __init__(self, device: Device, root: OtherQdisc | None = None) -> None:
         self.device = device
         self.sent: list[Operation] = []
-        self._default_root = root
+        # What the kernel puts where a root goes is its own default, never what somebody chose before.
+        chosen = root is not None and not root.is_kernel_default
+        self._default_root = OtherQdisc("pfifo_fast", Handle(0), ROOT) if chosen else root
         self._root: HtbQdisc | OtherQdisc | None = root
         self._classes: dict[Handle, HtbClass] = {}
         self._leaves: dict[Handle, Leaf | OtherQdisc] = {}
@@ -98,8 +102,10 @@ class FakeKernel:
                 return self._change_class(spec)
             case DeleteClass(classid):
                 return self._delete_class(classid)
-            case SetLeaf(leaf):
-                return self._set_leaf(leaf)
+            case SetLeaf(leaf, _, in_place):
+                return self._set_leaf(leaf, in_place=in_place)
+            case DeleteLeaf(parent, handle):
+                return self._delete_leaf(parent, handle)
             case SetFilter(filter_):
                 return self._set_filter(filter_)
             case DeleteFilter(filter_):
@@ -176,25 +182,58 @@ class FakeKernel:
             self._leaves[gone.parent] = OtherQdisc("pfifo", Handle(0), gone.parent)
         return 0
 
-    def _set_leaf(self, leaf: Leaf) -> int:
+    def _set_leaf(self, leaf: Leaf, *, in_place: bool) -> int:
         if leaf.parent not in self._classes:
             return errno.ENOENT
-        if leaf.parent not in self._leaves:
+        old = self._leaves.get(leaf.parent)
+        if old is None:
             return errno.EINVAL
+        if old.handle == leaf.handle:
+            # Same handle: the kernel takes it for a change of the qdisc that is there.
+            if not isinstance(old, Leaf) or old.parameters.kind != leaf.parameters.kind:
+                return errno.EINVAL
+            if isinstance(old.parameters, FqCodel) and isinstance(leaf.parameters, FqCodel):
+                if not in_place:
+                    return errno.EINVAL
+                leaf = replace(leaf, parameters=replace(leaf.parameters, flows=old.parameters.flows))
         self._leaves[leaf.parent] = leaf
+        return 0
+
+    def _delete_leaf(self, parent: Handle, handle: Handle) -> int:
+        old = self._leaves.get(parent)
+        if old is None or old.handle.major == 0:
+            return errno.ENOENT
+        if old.handle != handle:
+            return errno.EINVAL
+        self._leaves[parent] = OtherQdisc("pfifo", Handle(0), parent)
         return 0
 
     def _set_filter(self, filter_: Filter) -> int:
         if self._root_handle() != filter_.parent:
             return errno.EINVAL
         for other in self._filters.values():
-            if other.priority == filter_.priority and (
-                other.ethertype != filter_.ethertype or type(other.match) is not type(filter_.match)
-            ):
-                return errno.EINVAL
+            if other.priority == filter_.priority:
+                problem = _clash(filter_, other, replacing=filter_.key in self._filters)
+                if problem:
+                    return problem
         # A class that does not exist is taken without a word.
         self._filters[filter_.key] = filter_
         return 0
+
+
+def _clash(new: Filter, other: Filter, *, replacing: bool) -> int:
+    """Return the errno of setting a filter where there is another one of its priority."""
+    if other.ethertype != new.ethertype or type(other.match) is not type(new.match):
+        return errno.EINVAL
+    match new.match, other.match:
+        case FwMatch(mask=mask), FwMatch(mask=shared):
+            # All fw filters of a priority share the mask of the first (net/sched/cls_fw.c).
+            return 0 if mask == shared else errno.EINVAL
+        case FlowerMatch() as key, FlowerMatch() as taken:
+            # No two flower filters match alike, unless one replaces a third (net/sched/cls_flower.c).
+            alike = replace(key, classid=taken.classid) == taken
+            return errno.EEXIST if alike and not replacing else 0
+    return 0
 
 
 def _names(filter_: Filter, classid: Handle) -> bool:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 DEFAULT_STATE_DIRECTORY = Path("/var/lib/kura-shaper")
 _VERSION = 1
+_HOOKS = frozenset({"ingress", "clsact"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,11 @@ class Former:
 
     @property
     def restorable(self) -> tuple[OtherQdisc, ...]:
-        """Those that somebody chose, root first; what the kernel makes by itself comes back by itself."""
-        return tuple(q for q in self.qdiscs if not q.is_kernel_default)
+        """Those that somebody chose and that we replaced, root first.
+
+        What the kernel makes by itself comes back by itself, and the hooks stay as they are.
+        """
+        return tuple(q for q in self.qdiscs if not q.is_kernel_default and q.kind not in _HOOKS)
 
 
 class Journal:
@@ -113,7 +117,8 @@ class Journal:
 
 def _identity(device: Device) -> dict[str, Any]:
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    namespace = Path("/proc/self/ns/net").stat()
+    # The thread's, since that is where its netlink socket goes.
+    namespace = Path("/proc/thread-self/ns/net").stat()
     return {
         "device": device.name,
         "ifindex": device.ifindex,

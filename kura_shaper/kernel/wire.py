@@ -9,7 +9,6 @@ Layouts: include/uapi/linux/{netlink,rtnetlink,pkt_sched,pkt_cls}.h, in host byt
 
 from __future__ import annotations
 
-import errno
 import socket
 import struct
 from enum import IntEnum, IntFlag
@@ -32,6 +31,7 @@ from kura_shaper.tree.operations import (
     ChangeClass,
     DeleteClass,
     DeleteFilter,
+    DeleteLeaf,
     DeleteRoot,
     RestoreQdisc,
     SetFilter,
@@ -145,6 +145,8 @@ def encode(operation: Operation, ifindex: int) -> bytes:
         case SetLeaf(leaf, _, in_place):
             options = attribute(TCA_OPTIONS, _leaf_options(leaf, in_place=in_place))
             return _qdisc(leaf.handle, leaf.parent, leaf.parameters.kind, options, ifindex)
+        case DeleteLeaf(parent, handle):
+            return _delete(Message.DELQDISC, ifindex, handle.u32, parent.u32)
         case SetFilter(filter_):
             return _filter(filter_, Message.NEWTFILTER, Flags.CREATE | Flags.REPLACE, ifindex)
         case DeleteFilter(filter_):
@@ -271,8 +273,3 @@ def error_of(data: memoryview, start: int, flags: int) -> tuple[int, str]:
             if kind == 1:
                 words = bytes(data[begin:end]).rstrip(b"\0").decode(errors="replace")
     return abs(number) or 0, " ".join(words.split())
-
-
-def is_missing_module(number: int) -> bool:
-    """Whether an errno means that a kind is unknown to the kernel."""
-    return number in (errno.ENOENT, errno.EOPNOTSUPP)

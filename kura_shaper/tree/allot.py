@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from kura_shaper.tenants.document import Tenant
 
+_LEAST = TRICKLE_MIN.bits_per_second
+
 
 @dataclass(frozen=True, slots=True)
 class Note:
@@ -45,52 +47,59 @@ def allot(tenants: Sequence[Tenant], *, budget: Rate, reserved: Rate, own_classe
     own_classes is how many classes of ours take a trickle from the same budget.
     Raises RefusedError when not even a trickle for everyone fits.
     """
-    room = Rate(max(0, budget.bits_per_second - reserved.bits_per_second))
-    floored = [t for t in tenants if t.floor >= TRICKLE]
-    trickling = len(tenants) - len(floored) + own_classes
-    promised = sum(t.floor.bits_per_second for t in floored)
-    least = TRICKLE_MIN.bits_per_second
-    if (trickling + len(floored)) * least > room.bits_per_second:
+    room = max(0, budget.bits_per_second - reserved.bits_per_second)
+    if (len(tenants) + own_classes) * _LEAST > room:
+        beside = f" beside a host reserve of {reserved}" if reserved.bits_per_second else ""
         raise RefusedError(
-            f"a budget of {budget} can't hold {len(tenants)} tenants: each needs at least {TRICKLE_MIN} bit/s",
+            f"a budget of {budget} can't hold {len(tenants)} tenants{beside}: each needs at least {TRICKLE_MIN} bit/s",
             remedy="raise the budget or move tenants to another node",
         )
-    trickle = _trickle(room.bits_per_second - promised, trickling)
-    available = room.bits_per_second - trickling * trickle.bits_per_second
-    floors = {t.name: trickle for t in tenants} | _scaled_floors(floored, Rate(available), least=least)
-    ceilings = {t.name: max(min(t.ceiling, budget), floors[t.name]) for t in tenants}
-    return Allotment(floors, ceilings, trickle, _notes(tenants, floors, ceilings, budget))
+    trickle = _trickle(tenants, room, own_classes)
+    available = room - own_classes * trickle
+    floors = _fitting([_at_least(t, trickle) for t in tenants], available)
+    by_name = {t.name: Rate(floor) for t, floor in zip(tenants, floors, strict=True)}
+    ceilings = {t.name: max(min(t.ceiling, budget), by_name[t.name]) for t in tenants}
+    return Allotment(by_name, ceilings, Rate(trickle), _notes(tenants, by_name, ceilings, budget, Rate(available)))
 
 
-def _trickle(room_bits_per_second: int, classes: int) -> Rate:
+def _at_least(tenant: Tenant, trickle: int) -> int:
+    """Return a tenant's floor, or the trickle where that is more and within the ceiling."""
+    return max(tenant.floor.bits_per_second, min(trickle, tenant.ceiling.bits_per_second), _LEAST)
+
+
+def _trickle(tenants: Sequence[Tenant], room: int, own_classes: int) -> int:
     """Halve the trickle until everyone's fits beside the promised floors.
 
     Halving, since a share worked out anew for each tenant that comes would change all others.
     """
-    rate = TRICKLE.bits_per_second
-    while rate > TRICKLE_MIN.bits_per_second and rate * classes > room_bits_per_second:
-        rate //= 2
-    return Rate(rate)
+    trickle = TRICKLE.bits_per_second
+    while trickle > _LEAST and own_classes * trickle + sum(_at_least(t, trickle) for t in tenants) > room:
+        trickle //= 2
+    return trickle
 
 
-def _scaled_floors(floored: Sequence[Tenant], available: Rate, *, least: int) -> dict[str, Rate]:
-    promised = sum(t.floor.bits_per_second for t in floored)
-    if promised <= available.bits_per_second:
-        return {t.name: t.floor for t in floored}
-    # Everyone keeps the least; what is above it is scaled, so the sum stays exact.
-    above = promised - least * len(floored)
-    room = available.bits_per_second - least * len(floored)
-    return {t.name: Rate(least + (t.floor.bits_per_second - least) * room // above) for t in floored}
+def _fitting(floors: Sequence[int], available: int) -> Sequence[int]:
+    """Scale floors down to what is available: each keeps the least, what is above it shrinks alike."""
+    if sum(floors) <= available:
+        return floors
+    above = sum(floors) - _LEAST * len(floors)
+    room = available - _LEAST * len(floors)
+    return [_LEAST + (floor - _LEAST) * room // above for floor in floors]
 
 
 def _notes(
-    tenants: Sequence[Tenant], floors: Mapping[str, Rate], ceilings: Mapping[str, Rate], budget: Rate
+    tenants: Sequence[Tenant],
+    floors: Mapping[str, Rate],
+    ceilings: Mapping[str, Rate],
+    budget: Rate,
+    available: Rate,
 ) -> tuple[Note, ...]:
     notes = []
     scaled = [t for t in tenants if floors[t.name] < t.floor]
     if scaled:
-        total = Rate(sum(t.floor.bits_per_second for t in tenants))
-        notes.append(Note("floors-scaled", f"floors add up to {total}, the budget is {budget}: scaled to fit"))
+        total = Rate(sum(max(t.floor.bits_per_second, _LEAST) for t in tenants))
+        message = f"floors add up to {total}, a budget of {budget} leaves {available} for them: scaled to fit"
+        notes.append(Note("floors-scaled", message))
     notes += [Note("floor-scaled", f"floor of {t.name}: {floors[t.name]} instead of {t.floor}", t.name) for t in scaled]
     notes += [
         Note("ceiling-clamped", f"ceiling of {t.name}: {ceilings[t.name]} instead of {t.ceiling}", t.name)

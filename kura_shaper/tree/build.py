@@ -77,9 +77,10 @@ class Wanted:
 def build(document: TenantsDocument, device: Device, *, settings: TreeSettings, capabilities: Capabilities) -> Wanted:
     """Return the wanted tree for a device.
 
-    Raises UsageError for a shape that can't be had, RefusedError when the promises or the
-    kernel make a tree impossible.
+    Raises UsageError for a shape, a rate or a number of ports that can't be had, RefusedError
+    when the promises or the kernel make a tree impossible.
     """
+    _check(settings)
     shape, shape_note = _shape(settings.shape)
     leaf_kind, leaf_notes = _leaf_kind(settings.leaf, capabilities)
     classifier, classifier_notes = _classifier_kind(capabilities)
@@ -119,6 +120,13 @@ def owners_of(document: TenantsDocument) -> dict[int, str]:
     return {r.value: r.name.lower() for r in ReservedClass} | {t.class_id: t.name for t in document.tenants}
 
 
+def _check(settings: TreeSettings) -> None:
+    """Raise UsageError for a rate above the root class's, which would not be a limit any more."""
+    for name, rate in (("budget", settings.budget), ("host reserve", settings.host_reserve)):
+        if rate > params.LINE_RATE:
+            raise UsageError(f"a {name} of {rate} bit/s is above {params.LINE_RATE}", remedy="rates are in bit/s")
+
+
 def _shape(choice: ShapeChoice) -> tuple[Shape, Note]:
     if choice is ShapeChoice.MQ:
         raise UsageError("shape mq is not available in this version", remedy="use shape single, or auto")
@@ -132,8 +140,8 @@ def _leaf_kind(wanted: LeafKind, capabilities: Capabilities) -> tuple[LeafKind, 
         return wanted, ()
     for kind in _LEAF_ORDER:
         if kind in capabilities.leaves:
-            message = f"the kernel has no {wanted}: leaves are {kind}, so flows within a tenant share one queue"
-            return kind, (Note("leaf-degraded", message),)
+            cost = ", so flows within a tenant share one queue" if kind is LeafKind.BFIFO else ""
+            return kind, (Note("leaf-degraded", f"the kernel has no {wanted}: leaves are {kind}{cost}"),)
     raise RefusedError("the kernel has no usable leaf qdisc", remedy="load sch_fq_codel, or build the kernel with it")
 
 
@@ -147,7 +155,8 @@ def _classifier_kind(capabilities: Capabilities) -> tuple[ClassifierKind, tuple[
 
 
 def _host_floor(settings: TreeSettings) -> Rate:
-    return max(settings.host_reserve, params.TRICKLE_MIN)
+    # As the kernel holds it, so that a tree that is read back yields the same promises.
+    return params.whole_bytes(max(settings.host_reserve, params.TRICKLE_MIN))
 
 
 def _classes(

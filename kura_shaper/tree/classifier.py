@@ -23,6 +23,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from kura_shaper.errors import UsageError
 from kura_shaper.tenants.marks import ReservedClass
 from kura_shaper.tree.model import BpfMatch, Filter, FlowerMatch, FwMatch, Handle
 
@@ -32,10 +33,12 @@ if TYPE_CHECKING:
     from kura_shaper.tenants.marks import MarkLayout
 
 ETH_P_ALL, ETH_P_IP, ETH_P_IPV6 = 0x0003, 0x0800, 0x86DD
-_TCP, _UDP = 6, 17
+_HOP_BY_HOP, _TCP, _UDP = 0, 6, 17
 
 MARK_PRIORITY = 100
 PORT_PRIORITIES = {ETH_P_IP: 110, ETH_P_IPV6: 111}
+# A jump of classic BPF reaches 255 instructions, and each port takes five of them.
+GATEWAY_PORTS_MAX = 40
 OUR_PRIORITIES = frozenset({MARK_PRIORITY, *PORT_PRIORITIES.values()})
 
 _LD_W_ABS, _LD_H_ABS, _LD_B_ABS = 0x20, 0x28, 0x30
@@ -79,7 +82,14 @@ class _Assembler:
 
 
 def bpf_program(marks: MarkLayout, gateway_ports: Iterable[int], major: int) -> BpfMatch:
-    """Return the program that classifies every packet of the HTB with this major."""
+    """Return the program that classifies every packet of the HTB with this major.
+
+    Raises UsageError for more than GATEWAY_PORTS_MAX ports.
+    """
+    ports = tuple(gateway_ports)
+    if len(ports) > GATEWAY_PORTS_MAX:
+        remedy = f"keep to {GATEWAY_PORTS_MAX} ports"
+        raise UsageError(f"{len(ports)} gateway ports are more than a program can tell apart", remedy=remedy)
     asm = _Assembler()
     asm.emit(_LD_W_ABS, _SKB_MARK)
     asm.emit(_AND, marks.mask)
@@ -92,8 +102,8 @@ def bpf_program(marks: MarkLayout, gateway_ports: Iterable[int], major: int) -> 
     asm.emit(_LD_H_ABS, _SKB_PROTOCOL)
     asm.emit(_JEQ, ETH_P_IP, then="ipv4")
     asm.emit(_JEQ, ETH_P_IPV6, then="ipv6", other="host")
-    _ipv4(asm, tuple(gateway_ports))
-    _ipv6(asm, tuple(gateway_ports))
+    _ipv4(asm, ports)
+    _ipv6(asm, ports)
     asm.label("host")
     asm.emit(_RET_K, 0)
     asm.label("gateway")
@@ -131,12 +141,18 @@ def _ipv4(asm: _Assembler, ports: tuple[int, ...]) -> None:
 
 
 def _ipv6(asm: _Assembler, ports: tuple[int, ...]) -> None:
-    """Without extension headers, which a gateway's own sockets do not send."""
+    """With one extension header: the kernel's own, before a segment of more than 64 KiB (BIG TCP)."""
     asm.label("ipv6")
     asm.emit(_LD_B_ABS, _NET + 6)
     asm.emit(_JEQ, _TCP, then="tcp6")
+    asm.emit(_JEQ, _HOP_BY_HOP, then="jumbo6")
     asm.emit(_JEQ, _UDP, other="host")
     asm.emit(_LD_H_ABS, _NET + 40)
+    _match_ports(asm, ports, found="unattributed")
+    asm.label("jumbo6")
+    asm.emit(_LD_B_ABS, _NET + 40)
+    asm.emit(_JEQ, _TCP, other="host")
+    asm.emit(_LD_H_ABS, _NET + 48)
     _match_ports(asm, ports, found="unattributed")
     asm.label("tcp6")
     asm.emit(_LD_H_ABS, _NET + 40)
@@ -160,12 +176,10 @@ def filters(
     kind: ClassifierKind, marks: MarkLayout, *, gateway_ports: Iterable[int], class_ids: Iterable[int], root: Handle
 ) -> tuple[Filter, ...]:
     """Return the filters on an HTB: one program, or one fw filter a class and flower for ports."""
-    match kind:
-        case ClassifierKind.BPF:
-            program = bpf_program(marks, gateway_ports, root.major)
-            return (Filter(root, MARK_PRIORITY, ETH_P_ALL, 1, program),)
-        case ClassifierKind.FW:
-            return (*_fw_filters(marks, class_ids, root), *_port_filters(gateway_ports, root))
+    if kind is ClassifierKind.BPF:
+        program = bpf_program(marks, gateway_ports, root.major)
+        return (Filter(root, MARK_PRIORITY, ETH_P_ALL, 1, program),)
+    return (*_fw_filters(marks, class_ids, root), *_port_filters(gateway_ports, root))
 
 
 def _fw_filters(marks: MarkLayout, class_ids: Iterable[int], root: Handle) -> Iterable[Filter]:

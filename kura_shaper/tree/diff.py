@@ -1,8 +1,9 @@
 """From what is there to what is wanted: operations in an order that is safe at every step.
 
-1. Everything that shrinks goes to the smaller of old and new, children before parents,
-   and what has to go goes.
-2. Then everything grows or is added, parents before children: class, leaf, and last the
+1. What has to go goes: filters, then classes, children before parents, in one run, so that
+   they are drained together.
+2. Everything that shrinks goes to the smaller of old and new, children before parents.
+3. Then everything grows or is added, parents before children: class, leaf, and last the
    filter that sends packets there.
 
 So at every instant floor <= ceil <= the parent's ceil, and floors never add up to more
@@ -17,13 +18,14 @@ from typing import TYPE_CHECKING
 from kura_shaper.tenants.marks import ReservedClass
 from kura_shaper.tree.allot import Note
 from kura_shaper.tree.classifier import OUR_PRIORITIES
-from kura_shaper.tree.model import Leaf, OtherQdisc
+from kura_shaper.tree.model import BpfMatch, FlowerMatch, FqCodel, FwMatch, Leaf, OtherQdisc
 from kura_shaper.tree.operations import (
     AddClass,
     AddRoot,
     ChangeClass,
     DeleteClass,
     DeleteFilter,
+    DeleteLeaf,
     DeleteRoot,
     Impact,
     Operation,
@@ -67,8 +69,9 @@ def plan(wanted: Wanted, actual: Snapshot | Unknown, permission: Permission = Pe
     if refusals:
         return Plan(refusals=refusals, notes=wanted.notes)
     root_operations, base = _root(tree, actual)
-    operations = (*root_operations, *_shrink(tree, base), *_grow(tree, base))
-    return Plan(operations, notes=(*wanted.notes, *_foreign_notes(base)))
+    out = _outgoing(tree, base)
+    operations = (*root_operations, *_remove(base, out), *_shrink(tree, base, out), *_grow(tree, base, out))
+    return Plan(operations, notes=(*wanted.notes, *_foreign_notes(base, out)))
 
 
 def plan_removal(root: HtbQdisc, actual: Snapshot | Unknown) -> Plan:
@@ -97,60 +100,101 @@ def _root(tree: Tree, actual: Snapshot) -> tuple[tuple[Operation, ...], Snapshot
     return (AddRoot(tree.root),), empty
 
 
-def _shrink(tree: Tree, actual: Snapshot) -> Iterable[Operation]:
-    wanted_filters = {f.key: f for f in tree.filters}
-    for found in actual.filters:
-        if found.priority in OUR_PRIORITIES and not _same_kind(found, wanted_filters.get(found.key)):
-            yield DeleteFilter(found)
+@dataclass(frozen=True, slots=True)
+class _Outgoing:
+    """What is there and can't stay."""
+
+    filters: frozenset[Filter]
+    classes: frozenset[Handle]
+
+
+def _outgoing(tree: Tree, actual: Snapshot) -> _Outgoing:
+    classes = _leaving(tree, actual)
+    wanted = {f.key: f for f in tree.filters}
+    ours = (f for f in actual.filters if f.priority in OUR_PRIORITIES)
+    return _Outgoing(frozenset(f for f in ours if _must_go(f, wanted.get(f.key), classes)), classes)
+
+
+def _remove(actual: Snapshot, out: _Outgoing) -> Iterable[Operation]:
+    yield from (DeleteFilter(found) for found in actual.filters if found in out.filters)
+    yield from (DeleteClass(classid) for classid in reversed(_parents_first(actual.classes)) if classid in out.classes)
+
+
+def _shrink(tree: Tree, actual: Snapshot, out: _Outgoing) -> Iterable[Operation]:
     wanted = {c.classid: c for c in tree.classes}
-    leaving = _leaving(tree, actual)
     for classid in reversed(_parents_first(actual.classes)):
         old = actual.classes[classid]
-        if classid in leaving:
-            yield DeleteClass(classid)
-        elif classid in wanted:
+        if classid in wanted and classid not in out.classes:
             least = _shrunk(old, wanted[classid])
             if least != old:
                 yield ChangeClass(least)
 
 
-def _grow(tree: Tree, actual: Snapshot) -> Iterable[Operation]:
+def _grow(tree: Tree, actual: Snapshot, out: _Outgoing) -> Iterable[Operation]:
     leaves = {leaf.parent: leaf for leaf in tree.leaves}
-    leaving = _leaving(tree, actual)
     for new in tree.classes:
-        old = None if new.classid in leaving else actual.classes.get(new.classid)
+        old = None if new.classid in out.classes else actual.classes.get(new.classid)
         if old is None:
             yield AddClass(new)
         elif _shrunk(old, new) != new:
             yield ChangeClass(new)
         if new.classid in leaves:
-            yield from _set_leaf(leaves[new.classid], actual, class_is_new=old is None)
-    present = {f.key: f for f in actual.filters}
-    for filter_ in tree.filters:
-        if present.get(filter_.key) != filter_:
-            yield SetFilter(filter_)
+            leaf = leaves[new.classid]
+            yield from [SetLeaf(leaf)] if old is None else _change_leaf(leaf, actual.leaves.get(new.classid))
+    staying = {*actual.filters} - out.filters
+    yield from (SetFilter(filter_) for filter_ in tree.filters if filter_ not in staying)
 
 
-def _set_leaf(leaf: Leaf, actual: Snapshot, *, class_is_new: bool) -> Iterable[Operation]:
-    old = None if class_is_new else actual.leaves.get(leaf.parent)
+def _change_leaf(leaf: Leaf, old: Leaf | OtherQdisc | None) -> Iterable[Operation]:
     if old == leaf:
         return
-    in_place = isinstance(old, Leaf) and (old.handle, old.parameters.kind) == (leaf.handle, leaf.parameters.kind)
-    yield SetLeaf(leaf, Impact.HITLESS if class_is_new or in_place else Impact.LEAF_LOSS, in_place)
+    in_place = isinstance(old, Leaf) and _changes_in_place(old, leaf)
+    if old is not None and old.handle == leaf.handle and not in_place:
+        # The kernel takes the same handle for a change of what is there, and refuses another kind.
+        yield DeleteLeaf(leaf.parent, old.handle)
+    yield SetLeaf(leaf, Impact.HITLESS if in_place else Impact.LEAF_LOSS, in_place)
+
+
+def _changes_in_place(old: Leaf, new: Leaf) -> bool:
+    """Whether the kernel can turn one leaf into the other; fq_codel's number of flows can't change."""
+    if isinstance(old.parameters, FqCodel) and isinstance(new.parameters, FqCodel):
+        return (old.handle, old.parameters.flows) == (new.handle, new.parameters.flows)
+    return (old.handle, old.parameters.kind) == (new.handle, new.parameters.kind)
 
 
 def _leaving(tree: Tree, actual: Snapshot) -> frozenset[Handle]:
-    """Return the classes that can't stay: not wanted, or below a parent that is not theirs or leaves.
+    """Return the classes that can't stay.
 
-    The kernel takes a change of parent without a word and does not move the class.
+    Those that are not wanted, or below a parent that is not theirs: the kernel takes a change
+    of parent without a word and does not move the class. And whatever hangs below a class that
+    leaves or must hold a leaf: packets for a class with children go to the default class.
     """
     parents = {c.classid: c.parent for c in tree.classes}
+    childless = {leaf.parent for leaf in tree.leaves}
     leaving: set[Handle] = set()
     for classid in _parents_first(actual.classes):
         parent = actual.classes[classid].parent
-        if parent in leaving or (parents.get(classid) != parent and is_stale(classid)):
+        is_misplaced = is_stale(classid) and parents.get(classid) != parent
+        if is_misplaced or parent in leaving or parent in childless:
             leaving.add(classid)
     return frozenset(leaving)
+
+
+def _must_go(found: Filter, wanted: Filter | None, leaving: frozenset[Handle]) -> bool:
+    """Whether a filter of ours can't stay until the wanted one with its key takes its place.
+
+    A class that a filter names can't be deleted, and not every filter can be swapped for another
+    in one step: fw filters share one mask, and no two flower filters may match alike.
+    """
+    match found.match, wanted and wanted.match:
+        case BpfMatch(), BpfMatch():
+            return False
+        case FwMatch(mask=mask, classid=classid), FwMatch(mask=wanted_mask):
+            return mask != wanted_mask or classid in leaving
+        case FlowerMatch(classid=classid), FlowerMatch():
+            return found != wanted or classid in leaving
+        case _:
+            return True
 
 
 def _shrunk(old: HtbClass, new: HtbClass) -> HtbClass:
@@ -168,11 +212,6 @@ def _shrunk(old: HtbClass, new: HtbClass) -> HtbClass:
     )
 
 
-def _same_kind(found: Filter, wanted: Filter | None) -> bool:
-    """Whether the kernel can swap one filter for the other in one step."""
-    return wanted is not None and type(found.match) is type(wanted.match)
-
-
 def _parents_first(classes: Mapping[Handle, HtbClass]) -> list[Handle]:
     def depth(classid: Handle) -> int:
         steps, parent = 0, classes[classid].parent
@@ -183,14 +222,16 @@ def _parents_first(classes: Mapping[Handle, HtbClass]) -> list[Handle]:
     return sorted(classes, key=lambda classid: (depth(classid), classid))
 
 
-def _foreign_notes(actual: Snapshot) -> Iterable[Note]:
+def _foreign_notes(actual: Snapshot, out: _Outgoing) -> Iterable[Note]:
     for classid in actual.classes:
         if not is_stale(classid):
-            yield Note("foreign-class", f"class {classid} is not of our making and was left alone")
+            goes = classid in out.classes
+            fate = "goes, since its parent goes or must be a leaf" if goes else "was left alone"
+            yield Note("foreign-class", f"class {classid} is not of our making and {fate}")
     for found in actual.filters:
         if found.priority not in OUR_PRIORITIES:
             message = f"filter prio {found.priority} on {found.parent} is not of our making and was left alone"
             yield Note("foreign-filter", message)
     for parent, leaf in actual.leaves.items():
-        if isinstance(leaf, OtherQdisc) and not is_stale(parent):
+        if isinstance(leaf, OtherQdisc) and not is_stale(parent) and parent not in out.classes:
             yield Note("foreign-leaf", f"qdisc {leaf.kind} below {parent} is not of our making and was left alone")

@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kura_shaper.errors import KuraShaperError
 from kura_shaper.tenants.document import TenantsDocument
 from kura_shaper.tenants.marks import ReservedClass
 from kura_shaper.tree.build import Capabilities, TreeSettings, build, owners_of, root_qdisc
 from kura_shaper.tree.classifier import ClassifierKind
 from kura_shaper.tree.diff import plan
 from kura_shaper.tree.model import FwMatch, Handle, HostTraffic, HtbClass, Leaf, LeafKind, OtherQdisc, Shape
-from kura_shaper.tree.preflight import is_ours
+from kura_shaper.tree.preflight import Permission, is_ours
 from kura_shaper.tree.snapshot import ClassCounters
 from kura_shaper.units import Rate
 
@@ -69,13 +70,9 @@ def observe(actual: Snapshot, document: TenantsDocument | None, budget: Rate | N
 
 
 def _leaf_kind(leaf: Leaf | OtherQdisc | None) -> str:
-    match leaf:
-        case Leaf():
-            return leaf.parameters.kind
-        case OtherQdisc():
-            return leaf.kind
-        case None:
-            return ""
+    if isinstance(leaf, Leaf):
+        return leaf.parameters.kind
+    return leaf.kind if leaf else ""
 
 
 def _drift(actual: Snapshot, document: TenantsDocument, budget: Rate | None) -> tuple[str, ...]:
@@ -93,8 +90,12 @@ def _drift(actual: Snapshot, document: TenantsDocument, budget: Rate | None) -> 
         host_traffic=HostTraffic.INSIDE if node and host.parent == node.classid else HostTraffic.OUTSIDE,
         host_reserve=host.floor,
     )
-    wanted = build(document, actual.device, settings=settings, capabilities=in_use)
-    return tuple(operation.describe() for operation in plan(wanted, actual).operations)
+    try:
+        wanted = build(document, actual.device, settings=settings, capabilities=in_use)
+    except KuraShaperError as error:
+        return (f"no tree for this document: {error}",)
+    # A root that would have to be rebuilt is drift too, whoever may allow it.
+    return tuple(operation.describe() for operation in plan(wanted, actual, Permission.DISRUPTION).operations)
 
 
 def _in_use(actual: Snapshot) -> Capabilities:

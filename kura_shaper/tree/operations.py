@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from kura_shaper.tree.model import Bfifo, BpfMatch, FlowerMatch, Fq, FqCodel, FwMatch, Handle, LeafKind, OtherMatch
+from kura_shaper.tree.model import BpfMatch, FlowerMatch, Fq, FqCodel, FwMatch, Handle, LeafKind
 
 if TYPE_CHECKING:
     from kura_shaper.tree.model import Filter, HtbClass, HtbQdisc, Leaf, OtherQdisc
@@ -111,6 +111,19 @@ class SetLeaf:
 
 
 @dataclass(frozen=True, slots=True)
+class DeleteLeaf:
+    """Take a leaf away; the kernel puts a plain fifo in its place."""
+
+    parent: Handle
+    handle: Handle
+    impact: Impact = Impact.LEAF_LOSS
+
+    def describe(self) -> str:
+        """Return the operation as one line."""
+        return f"delete leaf {self.handle} of {self.parent}"
+
+
+@dataclass(frozen=True, slots=True)
 class SetFilter:
     """Add a filter, or replace the one with the same key in one step."""
 
@@ -135,7 +148,16 @@ class DeleteFilter:
 
 
 Operation = (
-    AddRoot | RestoreQdisc | DeleteRoot | AddClass | ChangeClass | DeleteClass | SetLeaf | SetFilter | DeleteFilter
+    AddRoot
+    | RestoreQdisc
+    | DeleteRoot
+    | AddClass
+    | ChangeClass
+    | DeleteClass
+    | SetLeaf
+    | DeleteLeaf
+    | SetFilter
+    | DeleteFilter
 )
 
 
@@ -156,7 +178,7 @@ def _leaf(leaf: Leaf) -> str:
             return f"{LeafKind.FQ_CODEL} limit {p.limit_packets}p target {p.target_us}us"
         case Fq() as p:
             return f"{LeafKind.FQ} limit {p.limit_packets}p flow_limit {p.flow_limit_packets}p"
-        case Bfifo() as p:
+        case p:
             return f"{LeafKind.BFIFO} limit {p.limit_bytes}b"
 
 
@@ -168,5 +190,5 @@ def _match(found: Filter) -> str:
             return f"fw mark {mark:#x}/{mask:#x} to {classid}"
         case FlowerMatch(_, protocol, port, classid):
             return f"flower ip protocol {protocol} source port {port} to {classid}"
-        case OtherMatch(kind):
-            return kind
+        case other:
+            return other.kind

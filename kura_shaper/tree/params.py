@@ -91,5 +91,5 @@ def leaf_parameters(kind: LeafKind, ceil: Rate, device: Device) -> FqCodel | Fq 
                 initial_quantum_bytes=10 * device.frame_bytes,
                 horizon_us=10_000_000,
             )
-        case LeafKind.BFIFO:
+        case _:
             return Bfifo(limit_bytes=min(max(queue_bytes, 4 * device.gso_max_bytes), _MEMORY_LIMIT_BYTES))

@@ -1,0 +1,433 @@
+"""Single plans: what they say, what they cost, in which order, and what they leave alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from strategies import ETH0, Case, assert_tree, bring, case, kernel_with, tenant
+
+from kura_shaper.kernel.fake import FakeKernel
+from kura_shaper.tree.build import root_qdisc
+from kura_shaper.tree.classifier import ClassifierKind
+from kura_shaper.tree.diff import Plan, plan, plan_removal
+from kura_shaper.tree.model import (
+    ROOT,
+    Device,
+    Filter,
+    Fq,
+    FqCodel,
+    Handle,
+    HostTraffic,
+    HtbQdisc,
+    Leaf,
+    LeafKind,
+    OtherMatch,
+    OtherQdisc,
+)
+from kura_shaper.tree.operations import (
+    AddClass,
+    AddRoot,
+    ChangeClass,
+    DeleteClass,
+    DeleteFilter,
+    DeleteLeaf,
+    DeleteRoot,
+    Impact,
+    RestoreQdisc,
+    SetFilter,
+    SetLeaf,
+)
+from kura_shaper.tree.preflight import Permission
+from kura_shaper.tree.snapshot import Snapshot, Unknown
+
+ACME, BETA = tenant(0x2A7), tenant(0x2B0)
+BETA_CLASS = Handle(0x20, 0x2B0)
+FW = ClassifierKind.FW
+FOREIGN_FILTER = Filter(Handle(0x20), 50, 3, 0x800, OtherMatch("u32"))
+
+
+def from_to(before: Case, after: Case) -> Plan:
+    return plan(after.wanted(), kernel_with(before.wanted()).snapshot())
+
+
+def lines(found: Plan) -> list[str]:
+    return [operation.describe() for operation in found.operations]
+
+
+def shape_of(found: Plan) -> list[tuple[str, str]]:
+    return [(type(operation).__name__, str(operation.impact)) for operation in found.operations]
+
+
+def notes_of(found: Plan) -> list[tuple[str, str]]:
+    return [(note.code, note.message) for note in found.notes if note.code != "shape"]
+
+
+def test_a_first_plan_builds_everything_class_before_leaf_before_filter() -> None:
+    found = plan(case(ACME).wanted(), FakeKernel(ETH0).snapshot())
+    assert lines(found) == [
+        "add root qdisc htb 20: default 2",
+        "add class 20:1 parent 20: floor 1T ceil 1T burst 125000000b cburst 125000000b quantum 60000b prio 0",
+        "add class 20:2 parent 20:1 floor 50M ceil 1T burst 65536b cburst 125000000b quantum 60000b prio 0",
+        "set leaf of 20:2 to fq_codel limit 10240p target 5000us",
+        "add class 20:3 parent 20:1 floor 3G ceil 3G burst 375000b cburst 375000b quantum 60000b prio 0",
+        "add class 20:10 parent 20:3 floor 1M ceil 3G burst 65536b cburst 375000b quantum 12500b prio 1",
+        "set leaf of 20:10 to fq_codel limit 10240p target 5000us",
+        "add class 20:11 parent 20:3 floor 1M ceil 3G burst 65536b cburst 375000b quantum 12500b prio 2",
+        "set leaf of 20:11 to fq_codel limit 10240p target 5000us",
+        "add class 20:2a7 parent 20:3 floor 25M ceil 500M burst 65536b cburst 65536b quantum 60000b prio 1",
+        "set leaf of 20:2a7 to fq_codel limit 2064p target 5000us",
+        "set filter prio 100 on 20:: bpf of 61 instructions: class id from the mark, gateway ports",
+    ]
+    assert found.impact is Impact.DEVICE_LOSS
+    assert [operation.impact for operation in found.operations[1:]] == [Impact.HITLESS] * 11
+
+
+def test_a_second_plan_is_empty_and_costs_nothing() -> None:
+    found = from_to(case(ACME, BETA), case(ACME, BETA))
+    assert (found.operations, found.impact, found.refusals, found.unknown) == ((), None, (), "")
+
+
+def test_an_unknown_state_yields_no_operation_and_says_why() -> None:
+    wanted = case(ACME).wanted()
+    found = plan(wanted, Unknown("the dump was interrupted"))
+    assert found == Plan(notes=wanted.notes, unknown="the dump was interrupted")
+    assert plan_removal(root_qdisc(), Unknown("no")) == Plan(unknown="no")
+
+
+def test_a_tenant_that_comes_touches_nobody_else() -> None:
+    assert lines(from_to(case(ACME), case(ACME, BETA))) == [
+        "add class 20:2b0 parent 20:3 floor 25M ceil 500M burst 65536b cburst 65536b quantum 60000b prio 1",
+        "set leaf of 20:2b0 to fq_codel limit 2064p target 5000us",
+    ]
+
+
+def test_a_tenant_that_comes_has_its_filter_last() -> None:
+    found = from_to(case(ACME, classifier=FW), case(ACME, BETA, classifier=FW))
+    assert shape_of(found) == [("AddClass", "hitless"), ("SetLeaf", "hitless"), ("SetFilter", "hitless")]
+    assert lines(found)[2] == "set filter prio 100 on 20:: fw mark 0x2b00000/0xffff0000 to 20:2b0"
+
+
+def test_a_tenant_that_goes_loses_its_filter_first() -> None:
+    found = from_to(case(ACME, BETA, classifier=FW), case(BETA, classifier=FW))
+    assert shape_of(found) == [("DeleteFilter", "hitless"), ("DeleteClass", "leaf-loss")]
+    assert lines(found) == [
+        "delete filter prio 100 on 20:: fw mark 0x2a70000/0xffff0000 to 20:2a7",
+        "delete class 20:2a7",
+    ]
+
+
+def test_children_are_deleted_before_their_parents() -> None:
+    kernel = kernel_with(case(ACME).wanted())
+    child = kernel._classes[Handle(0x20, 0x2A7)]
+    kernel.send(
+        [
+            AddClass(replace(child, classid=Handle(0x20, 0x300), parent=Handle(0x20, 3))),
+            AddClass(replace(child, classid=Handle(0x20, 0x200), parent=Handle(0x20, 0x300))),
+            AddClass(replace(child, classid=Handle(0x20, 0x400), parent=Handle(0x20, 0x200))),
+        ]
+    )
+    found = plan(case(ACME).wanted(), kernel.snapshot())
+    assert lines(found) == ["delete class 20:400", "delete class 20:200", "delete class 20:300"]
+
+
+def test_all_that_goes_goes_in_one_run_so_that_it_is_drained_once() -> None:
+    many = [tenant(0x100 + number, "25M", "1G") for number in range(8)]
+    smaller = [tenant(each.class_id, "10M", "500M") for each in many[::2]]
+    found = from_to(case(*many), case(*smaller))
+    assert [name for name, _ in shape_of(found)] == ["DeleteClass"] * 4 + ["ChangeClass"] * 4 + ["SetLeaf"] * 4
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        # Falling: children before parents.
+        (
+            case(tenant(0x2A7, "1G", "3G"), budget="3G"),
+            case(tenant(0x2A7, "500M", "1G"), budget="1G"),
+            ["20:2a7 floor 500M ceil 1G", "20:11 floor 1M ceil 1G", "20:10 floor 1M ceil 1G", "20:3 floor 1G ceil 1G"],
+        ),
+        # Rising: parents before children.
+        (
+            case(tenant(0x2A7, "500M", "1G"), budget="1G"),
+            case(tenant(0x2A7, "1G", "3G"), budget="3G"),
+            ["20:3 floor 3G ceil 3G", "20:10 floor 1M ceil 3G", "20:11 floor 1M ceil 3G", "20:2a7 floor 1G ceil 3G"],
+        ),
+        # A floor that rises where the ceil falls goes in two steps.
+        (
+            case(tenant(0x2A7, "25M", "1G")),
+            case(tenant(0x2A7, "250M", "500M")),
+            ["20:2a7 floor 25M ceil 500M", "20:2a7 floor 250M ceil 500M"],
+        ),
+        # One tenant's floor falls before another's rises.
+        (
+            case(tenant(0x2A7, "1G", "3G"), tenant(0x2B0, "25M", "3G")),
+            case(tenant(0x2A7, "25M", "3G"), tenant(0x2B0, "2G", "3G")),
+            ["20:2a7 floor 25M ceil 3G", "20:2b0 floor 2G ceil 3G"],
+        ),
+        (
+            case(tenant(0x2A7, "25M", "3G"), tenant(0x2B0, "2G", "3G")),
+            case(tenant(0x2A7, "2G", "3G"), tenant(0x2B0, "25M", "3G")),
+            ["20:2b0 floor 25M ceil 3G", "20:2a7 floor 2G ceil 3G"],
+        ),
+    ],
+)
+def test_what_falls_falls_before_what_rises_rises(before: Case, after: Case, expected: list[str]) -> None:
+    changes = [op.spec for op in from_to(before, after).operations if isinstance(op, ChangeClass)]
+    assert [f"{spec.classid} floor {spec.floor} ceil {spec.ceil}" for spec in changes] == expected
+
+
+def test_a_changed_budget_changes_classes_in_place_and_loses_nothing() -> None:
+    found = from_to(case(ACME, budget="3G"), case(ACME, budget="5G"))
+    assert {name for name, _ in shape_of(found)} == {"ChangeClass"}
+    assert found.impact is Impact.HITLESS
+
+
+def test_a_new_mtu_changes_quanta_and_leaves_in_place() -> None:
+    found = from_to(case(ACME), case(ACME, device=Device("eth0", 2, mtu_bytes=9000)))
+    assert found.impact is Impact.HITLESS
+    assert all(op.in_place for op in found.operations if isinstance(op, SetLeaf))
+
+
+def test_a_leaf_of_another_kind_is_taken_away_first_for_the_kernel_refuses_to_swap_it() -> None:
+    found = from_to(case(ACME), case(ACME, leaf=LeafKind.FQ))
+    assert shape_of(found) == [("DeleteLeaf", "leaf-loss"), ("SetLeaf", "leaf-loss")] * 4
+    assert lines(found)[-2:] == ["delete leaf 2a7: of 20:2a7", "set leaf of 20:2a7 to fq limit 10240p flow_limit 1000p"]
+
+
+@pytest.mark.parametrize(
+    ("left", "costs"),
+    [
+        (None, ["SetLeaf"]),
+        (OtherQdisc("pfifo", Handle(0), Handle(0x20, 0x2A7)), ["SetLeaf"]),
+        (OtherQdisc("sfq", Handle(0x8001), Handle(0x20, 0x2A7)), ["SetLeaf"]),
+        (OtherQdisc("sfq", Handle(0x2A7), Handle(0x20, 0x2A7)), ["DeleteLeaf", "SetLeaf"]),
+    ],
+)
+def test_a_leaf_that_was_swapped_by_hand_is_put_back(left: OtherQdisc | None, costs: list[str]) -> None:
+    wanted = case(ACME).wanted()
+    kernel = kernel_with(wanted)
+    actual = kernel.snapshot()
+    leaves = {**actual.leaves, Handle(0x20, 0x2A7): left} if left else dict(list(actual.leaves.items())[:-1])
+    found = plan(wanted, replace(actual, leaves=leaves))
+    assert shape_of(found) == [(name, "leaf-loss") for name in costs]
+
+
+def test_an_fq_codel_with_another_number_of_flows_cannot_be_changed_in_place() -> None:
+    wanted = case(ACME).wanted()
+    leaf = wanted.tree.leaves[-1]
+    assert isinstance(leaf.parameters, FqCodel)
+    fewer_flows, fewer_packets = replace(leaf.parameters, flows=64), replace(leaf.parameters, limit_packets=64)
+    for parameters, names in ((fewer_flows, ["DeleteLeaf", "SetLeaf"]), (fewer_packets, ["SetLeaf"])):
+        kernel = kernel_with(wanted)
+        kernel._leaves[leaf.parent] = replace(leaf, parameters=parameters)
+        found = plan(wanted, kernel.snapshot())
+        assert [name for name, _ in shape_of(found)] == names
+        bring(kernel, wanted)
+
+
+def test_a_mask_that_changes_takes_all_fw_filters_away_first_for_they_share_it() -> None:
+    before, after = (case(ACME, classifier=FW, mask=mask, ports=()) for mask in (0xFFFF0000, 0x0FFF0000))
+    names = [name for name, _ in shape_of(from_to(before, after))]
+    assert names == ["DeleteFilter", "DeleteFilter", "SetFilter", "SetFilter"]
+    bring(kernel_with(before.wanted()), after.wanted())
+
+
+def test_a_program_is_replaced_in_one_step() -> None:
+    found = from_to(case(ACME, ports=(443,)), case(ACME, ports=(443, 8443)))
+    assert shape_of(found) == [("SetFilter", "hitless")]
+
+
+@pytest.mark.parametrize("kinds", [(ClassifierKind.BPF, FW), (FW, ClassifierKind.BPF)])
+def test_a_filter_of_the_other_kind_goes_first_for_a_priority_has_one_kind(
+    kinds: tuple[ClassifierKind, ClassifierKind],
+) -> None:
+    before, after = (case(ACME, classifier=kind) for kind in kinds)
+    found = from_to(before, after)
+    removed = [op for op in found.operations if isinstance(op, DeleteFilter)]
+    assert removed == list(found.operations[: len(removed)])
+    bring(kernel_with(before.wanted()), after.wanted())
+
+
+def test_a_gateway_port_before_another_moves_no_filter_onto_one_that_matches_alike() -> None:
+    before, after = (case(ACME, classifier=FW, ports=ports) for ports in ((400, 443), (443, 7443)))
+    kernel = kernel_with(before.wanted())
+    first = next(f for f in kernel.snapshot().filters if f.priority == 110)
+    kernel.send([DeleteFilter(first)])
+    bring(kernel, after.wanted())
+
+
+@pytest.mark.parametrize(
+    ("minor", "filters"),
+    [(0x2A7, 1), (0x10, 1), (0x11, 8)],
+)
+def test_a_class_below_the_wrong_parent_is_moved_with_its_filters(minor: int, filters: int) -> None:
+    # A change of parent is taken by the kernel without a word, and ignored.
+    wanted = case(ACME, classifier=FW).wanted()
+    kernel = kernel_with(wanted)
+    spec = kernel._classes[Handle(0x20, minor)]
+    kernel._classes[spec.classid] = replace(spec, parent=Handle(0x20, 1))
+    found = plan(wanted, kernel.snapshot())
+    move = ["DeleteClass", "AddClass", "SetLeaf"]
+    assert [name for name, _ in shape_of(found)] == ["DeleteFilter"] * filters + move + ["SetFilter"] * filters
+    bring(kernel, wanted)
+
+
+def test_the_host_moves_under_the_budget_and_back_with_its_leaf() -> None:
+    outside, inside = case(ACME), case(ACME, host_traffic=HostTraffic.INSIDE)
+    found = from_to(outside, inside)
+    assert shape_of(found) == [("DeleteClass", "leaf-loss"), ("AddClass", "hitless"), ("SetLeaf", "hitless")]
+    kernel = kernel_with(inside.wanted())
+    bring(kernel, outside.wanted())
+
+
+def test_a_stale_class_goes_and_a_foreign_one_stays_and_is_noted() -> None:
+    wanted = case(ACME).wanted()
+    kernel = kernel_with(wanted)
+    spec = kernel._classes[Handle(0x20, 0x2A7)]
+    kernel.send([AddClass(replace(spec, classid=Handle(0x20, minor))) for minor in (0x2B0, 0x42)])
+    found = plan(wanted, kernel.snapshot())
+    assert lines(found) == ["delete class 20:2b0"]
+    assert notes_of(found) == [
+        ("foreign-class", "class 20:42 is not of our making and was left alone"),
+        ("foreign-leaf", "qdisc pfifo below 20:42 is not of our making and was left alone"),
+    ]
+
+
+def test_a_foreign_class_below_a_tenant_goes_for_it_sends_the_tenant_to_the_default_class() -> None:
+    wanted = case(ACME).wanted()
+    kernel = kernel_with(wanted)
+    spec = kernel._classes[Handle(0x20, 0x2A7)]
+    kernel.send([AddClass(replace(spec, classid=Handle(0x20, 0x42), parent=spec.classid))])
+    found = plan(wanted, kernel.snapshot())
+    assert shape_of(found) == [("DeleteClass", "leaf-loss"), ("SetLeaf", "leaf-loss")]
+    assert notes_of(found) == [
+        ("foreign-class", "class 20:42 is not of our making and goes, since its parent goes or must be a leaf")
+    ]
+    bring(kernel, wanted)
+
+
+def test_a_foreign_class_below_one_that_goes_goes_first() -> None:
+    wanted = case(ACME).wanted()
+    kernel = kernel_with(case(ACME, BETA).wanted())
+    spec = kernel._classes[BETA_CLASS]
+    kernel.send([AddClass(replace(spec, classid=Handle(0x20, 0x42), parent=BETA_CLASS))])
+    assert lines(plan(wanted, kernel.snapshot())) == ["delete class 20:42", "delete class 20:2b0"]
+    bring(kernel, wanted)
+
+
+def test_a_filter_at_a_priority_of_ours_goes_and_any_other_stays_and_is_noted() -> None:
+    wanted = case(ACME).wanted()
+    kernel = kernel_with(wanted)
+    in_the_way = Filter(Handle(0x20), 110, 3, 7, OtherMatch("matchall"))
+    kernel.send([SetFilter(in_the_way), SetFilter(FOREIGN_FILTER)])
+    found = plan(wanted, kernel.snapshot())
+    assert lines(found) == ["delete filter prio 110 on 20:: matchall"]
+    assert notes_of(found) == [("foreign-filter", "filter prio 50 on 20: is not of our making and was left alone")]
+
+
+def test_a_root_of_ours_with_other_parameters_is_rebuilt_only_when_that_is_allowed() -> None:
+    wanted = case(ACME).wanted()
+    kernel = kernel_with(wanted)
+    kernel._root = replace(wanted.tree.root, direct_qlen_packets=2)
+    assert plan(wanted, kernel.snapshot()).operations == ()
+    found = plan(wanted, kernel.snapshot(), Permission.DISRUPTION)
+    assert shape_of(found)[:2] == [("DeleteRoot", "device-loss"), ("AddRoot", "device-loss")]
+    assert not any(kernel.send(found.operations))
+    assert_tree(kernel.snapshot(), wanted)
+
+
+@pytest.mark.parametrize(
+    ("root", "first"),
+    [
+        (OtherQdisc("fq", Handle(0x8001), ROOT), ["AddRoot"]),
+        (OtherQdisc("fq", Handle(0x20), ROOT), ["DeleteRoot", "AddRoot"]),
+        (OtherQdisc("noqueue", Handle(0), ROOT), ["AddRoot"]),
+        (None, ["AddRoot"]),
+    ],
+)
+def test_a_root_is_taken_over_in_one_step_unless_it_has_our_handle(root: OtherQdisc | None, first: list[str]) -> None:
+    wanted = case(ACME).wanted()
+    kernel = FakeKernel(ETH0, root)
+    found = plan(wanted, kernel.snapshot(), Permission.TAKE_OVER)
+    names = [name for name, _ in shape_of(found)]
+    assert names[: len(first) + 1] == [*first, "AddClass"]
+    assert not any(kernel.send(found.operations))
+    assert_tree(kernel.snapshot(), wanted)
+
+
+def test_a_removal_deletes_the_root_of_ours_and_nothing_else() -> None:
+    found = plan_removal(root_qdisc(), kernel_with(case(ACME).wanted()).snapshot())
+    assert shape_of(found) == [("DeleteRoot", "device-loss")]
+    assert lines(found) == ["delete root qdisc 20:"]
+
+
+@pytest.mark.parametrize(
+    "root",
+    [
+        None,
+        OtherQdisc("fq", Handle(0x8001), ROOT),
+        HtbQdisc(Handle(1), ROOT, 0x10, 1000),
+        replace(root_qdisc(), default_minor=9),
+    ],
+)
+def test_a_removal_leaves_what_is_not_ours_and_says_so(root: HtbQdisc | OtherQdisc | None) -> None:
+    found = plan_removal(root_qdisc(), Snapshot(ETH0, root))
+    assert found.operations == ()
+    assert notes_of(found) == [("not-ours", "the root qdisc of eth0 is not of our making: nothing to remove")]
+
+
+def test_the_worst_impact_of_a_plan_is_its_impact() -> None:
+    harmless, costly = DeleteFilter(FOREIGN_FILTER), DeleteClass(Handle(0x20, 0x2A7))
+    assert Plan((harmless,)).impact is Impact.HITLESS
+    assert Plan((harmless, costly, harmless)).impact is Impact.LEAF_LOSS
+    assert Plan((costly, DeleteRoot(Handle(0x20)), harmless)).impact is Impact.DEVICE_LOSS
+
+
+SPEC = case(ACME).wanted().tree.classes[-1]
+LEAF = case(ACME, leaf=LeafKind.BFIFO).wanted().tree.leaves[-1]
+
+
+@pytest.mark.parametrize(
+    ("operation", "impact", "line"),
+    [
+        (AddRoot(root_qdisc()), Impact.DEVICE_LOSS, "add root qdisc htb 20: default 2"),
+        (DeleteRoot(Handle(0x20)), Impact.DEVICE_LOSS, "delete root qdisc 20:"),
+        (
+            RestoreQdisc(OtherQdisc("mq", Handle(0x8001), ROOT)),
+            Impact.DEVICE_LOSS,
+            "restore qdisc mq 8001: parent root",
+        ),
+        (
+            RestoreQdisc(OtherQdisc("fq", Handle(0x8002), Handle(0x8001, 1))),
+            Impact.DEVICE_LOSS,
+            "restore qdisc fq 8002: parent 8001:1",
+        ),
+        (
+            ChangeClass(SPEC),
+            Impact.HITLESS,
+            "change class 20:2a7 parent 20:3 floor 25M ceil 500M burst 65536b cburst 65536b quantum 60000b prio 1",
+        ),
+        (DeleteClass(SPEC.classid), Impact.LEAF_LOSS, "delete class 20:2a7"),
+        (DeleteLeaf(SPEC.classid, Handle(0x2A7)), Impact.LEAF_LOSS, "delete leaf 2a7: of 20:2a7"),
+        (SetLeaf(LEAF), Impact.HITLESS, "set leaf of 20:2a7 to bfifo limit 3125000b"),
+        (
+            SetLeaf(Leaf(Handle(0x2A7), SPEC.classid, Fq(10_240, 1_000, 3_028, 15_140, 10_000_000)), Impact.LEAF_LOSS),
+            Impact.LEAF_LOSS,
+            "set leaf of 20:2a7 to fq limit 10240p flow_limit 1000p",
+        ),
+        (
+            SetFilter(case(ACME, classifier=FW).wanted().tree.filters[-1]),
+            Impact.HITLESS,
+            "set filter prio 111 on 20:: flower ip protocol 17 source port 7443 to 20:11",
+        ),
+        (DeleteFilter(FOREIGN_FILTER), Impact.HITLESS, "delete filter prio 50 on 20:: u32"),
+    ],
+)
+def test_an_operation_says_what_it_does_and_what_it_costs(
+    operation: AddRoot | DeleteRoot | RestoreQdisc | ChangeClass | DeleteClass | SetLeaf | SetFilter | DeleteFilter,
+    impact: Impact,
+    line: str,
+) -> None:
+    assert operation.impact is impact
+    assert operation.describe() == line
