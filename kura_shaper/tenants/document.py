@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from kura_shaper.units import Rate
 
+# A jump of classic BPF reaches 255 instructions, and each port takes five of them.
+GATEWAY_PORTS_MAX = 40
 DEFAULT_GRPC_PREFIXES = (
     "/build.bazel.remote.asset.v1.",
     "/build.bazel.remote.execution.v2.",

@@ -19,7 +19,7 @@ import yaml
 from kura_shaper.errors import DocumentError, UsageError
 from kura_shaper.tenants import check
 from kura_shaper.tenants.check import Claims, Mapping, Reading, Scalar, Sequence, Value
-from kura_shaper.tenants.document import Backends, Endpoint, Gateway, Tenant, TenantsDocument
+from kura_shaper.tenants.document import GATEWAY_PORTS_MAX, Backends, Endpoint, Gateway, Tenant, TenantsDocument
 from kura_shaper.tenants.marks import MarkLayout, known_mark_user, require_free_bits
 from kura_shaper.units import Rate
 
@@ -31,6 +31,8 @@ API_VERSION = "kura-shaper/v1"
 KIND = "Tenants"
 SIZE_BYTES_MAX = 16 * 1024 * 1024
 DEPTH_MAX = 20
+# Thirty for each of as many tenants as there are class ids; more is no document, and reading it costs seconds.
+VALUES_MAX = 2_000_000
 GRPC_PREFIXES_MAX = 64
 TENANT_NAME_CHARACTERS_MAX = 50
 REGION_CHARACTERS_MAX = 63
@@ -97,7 +99,13 @@ def _one_line(content: str) -> str:
 
 def _events(content: str, *, file: str) -> Generator[yaml.Event, None, None]:
     try:
-        yield from yaml.parse(content, Loader=_LOADER)
+        for number, event in enumerate(yaml.parse(content, Loader=_LOADER)):
+            if number > VALUES_MAX:
+                line = _line(event)
+                raise DocumentError(
+                    f"has more than {VALUES_MAX} values", file=file, line=line, remedy="one document for each region"
+                )
+            yield event
     # The two others are what PyYAML's own parser lets through for an escape such as "\UFFFFFFFF".
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         mark = getattr(error, "problem_mark", None)
@@ -272,6 +280,8 @@ def _gateway(value: Value) -> Gateway:
             entries.get("grpc_prefixes"), check.path_prefix, claims=prefixes, otherwise=default.grpc_prefixes
         ),
     )
+    if len(gateway.ports) > GATEWAY_PORTS_MAX:
+        raise value.refused(f"has {len(gateway.ports)} ports", remedy=f"keep to {GATEWAY_PORTS_MAX} over both planes")
     if len(gateway.grpc_prefixes) > GRPC_PREFIXES_MAX:
         message = f"has {len(gateway.grpc_prefixes)} prefixes"
         raise entries["grpc_prefixes"].refused(message, remedy=f"keep to {GRPC_PREFIXES_MAX} shorter ones")

@@ -24,6 +24,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from kura_shaper.errors import UsageError
+from kura_shaper.tenants.document import GATEWAY_PORTS_MAX
 from kura_shaper.tenants.marks import ReservedClass
 from kura_shaper.tree.model import BpfMatch, Filter, FlowerMatch, FwMatch, Handle
 
@@ -37,8 +38,6 @@ _HOP_BY_HOP, _TCP, _UDP = 0, 6, 17
 
 MARK_PRIORITY = 100
 PORT_PRIORITIES = {ETH_P_IP: 110, ETH_P_IPV6: 111}
-# A jump of classic BPF reaches 255 instructions, and each port takes five of them.
-GATEWAY_PORTS_MAX = 40
 OUR_PRIORITIES = frozenset({MARK_PRIORITY, *PORT_PRIORITIES.values()})
 
 _LD_W_ABS, _LD_H_ABS, _LD_B_ABS = 0x20, 0x28, 0x30

@@ -244,6 +244,7 @@ def test_the_same_document_may_be_spelled_in_other_ways(old: str, new: str) -> N
             "9: gateway.grpc_prefixes",
             "has 65 prefixes; keep to 64",
         ),
+        ("[443]", str(list(range(8000, 8041))), "gateway", "has 42 ports; keep to 40 over both planes"),
         ("tenants:\n", "tenants: []\nmore:\n", "12: more", "unknown key 'more'; known keys here: apiVersion, kind"),
         ("  - name: acme\n    class", "  - class", "12: tenants[0]", "key name is missing"),
         ("name: acme", "name: on", "12: tenants[0].name", "'on' without quotes is a boolean"),
@@ -525,6 +526,14 @@ def test_a_large_file_is_refused_even_when_its_characters_are_few(tmp_path: Path
     path.write_bytes("é".encode() * (SIZE_BYTES_MAX // 2) + b"xx")
     with pytest.raises(DocumentError, match="is larger than 16 MiB"):
         load_tenants(path)
+
+
+def test_a_text_of_more_values_than_any_region_has_is_refused_before_it_is_read_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kura_shaper.tenants.file.VALUES_MAX", 1_000)
+    with pytest.raises(DocumentError, match="has more than 1000 values; one document for each region"):
+        parse_tenants("\n".join(f"- {number}" for number in range(2_000)), file="t.yaml")
 
 
 def test_a_document_of_a_large_region_loads_in_a_fraction_of_a_reconcile() -> None:

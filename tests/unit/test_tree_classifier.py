@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kura_shaper.tenants.document import GATEWAY_PORTS_MAX
 from kura_shaper.tenants.marks import MarkLayout
-from kura_shaper.tree.classifier import GATEWAY_PORTS_MAX, OUR_PRIORITIES, ClassifierKind, bpf_program, filters
+from kura_shaper.tree.classifier import OUR_PRIORITIES, ClassifierKind, bpf_program, filters
 from kura_shaper.tree.model import BpfMatch, Filter, FlowerMatch, FwMatch, Handle
 
 if TYPE_CHECKING:
