@@ -244,7 +244,7 @@ def test_the_same_document_may_be_spelled_in_other_ways(old: str, new: str) -> N
             "9: gateway.grpc_prefixes",
             "has 65 prefixes; keep to 64",
         ),
-        ("[443]", str(list(range(8000, 8041))), "gateway", "has 42 ports; keep to 40 over both planes"),
+        ("[443]", str(list(range(8000, 8041))), "6: gateway", "has 42 ports; keep to 40 over both planes"),
         ("tenants:\n", "tenants: []\nmore:\n", "12: more", "unknown key 'more'; known keys here: apiVersion, kind"),
         ("  - name: acme\n    class", "  - class", "12: tenants[0]", "key name is missing"),
         ("name: acme", "name: on", "12: tenants[0].name", "'on' without quotes is a boolean"),
