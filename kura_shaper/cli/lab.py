@@ -42,7 +42,7 @@ def run(
     ceiling: Annotated[str, typer.Option(metavar="R", help="The first tenant's ceiling.")] = "200M",
     budget: Annotated[str, typer.Option(metavar="R", help="The node's egress budget.")] = "600M",
     streams: Annotated[str, typer.Option(metavar="N,N", help="Numbers of streams on each path.")] = "1,4,8",
-    duration: Annotated[float, typer.Option(metavar="S", help="Seconds that each point is measured.")] = 1.5,
+    duration: Annotated[float, typer.Option(metavar="S", help="Seconds that each point is measured.")] = 1.0,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the lab standing until Ctrl-C.")] = False,
     html: Annotated[Path | None, typer.Option("--html", metavar="P", help="Write a report with plots.")] = None,
     as_json: options.AsJson = False,

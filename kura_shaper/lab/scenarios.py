@@ -66,7 +66,7 @@ class LabSettings:
     ceiling: Rate
     budget: Rate
     streams: tuple[int, ...] = (1, 4, 8)
-    duration_ms: int = 1_500
+    duration_ms: int = 1_000
     scenarios: tuple[Scenario, ...] = tuple(Scenario)
 
 
