@@ -11,12 +11,13 @@ tests run side by side.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import struct
 import sys
 import tempfile
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -255,4 +256,7 @@ class Cli:
 @pytest.fixture
 def cli(tmp_path: Path) -> Cli:
     """Return the command with a state directory of its own."""
+    # typer looks for it at the start of each command, and children inherit what is found here.
+    with suppress(ImportError):
+        importlib.import_module("pydantic")
     return Cli(tmp_path / "state")

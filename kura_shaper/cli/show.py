@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from kura_shaper.kernel.executor import Status
 from kura_shaper.tree.model import HtbQdisc
+from kura_shaper.tree.notes import Weight
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -64,16 +66,14 @@ def _plan_head(planned: Plan, device: Device) -> dict[str, Any]:
         "device": device.name,
         "impact": planned.impact,
         "unknown": planned.unknown,
-        "notes": [{"code": n.code, "tenant": n.tenant, "message": n.message} for n in planned.notes],
-        "refusals": [
-            {"code": r.code, "tenant": r.tenant, "message": r.message, "remedy": r.remedy} for r in planned.refusals
-        ],
+        "notes": [asdict(note) for note in planned.notes],
+        "refusals": [asdict(refusal) for refusal in planned.refusals],
     }
 
 
 def _plan_tail(planned: Plan, device: Device) -> None:
     for note in planned.notes:
-        typer.echo(f"note         {note.message}")
+        typer.echo(f"{'finding' if note.weight is Weight.FINDING else 'note':<12} {note.message}")
     for refusal in planned.refusals:
         typer.echo(f"kura-shaper: refused[{refusal.code}]: {refusal}", err=True)
     if planned.unknown:

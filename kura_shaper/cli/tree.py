@@ -10,7 +10,7 @@ import typer
 
 from kura_shaper.cli import options, show
 from kura_shaper.clock import SystemClock
-from kura_shaper.errors import StateUnknownError
+from kura_shaper.errors import RefusedError, StateUnknownError
 from kura_shaper.kernel.apply import apply_tree, remove_tree
 from kura_shaper.kernel.client import TcClient
 from kura_shaper.kernel.device import KernelTrafficControl
@@ -18,7 +18,7 @@ from kura_shaper.kernel.journal import Journal
 from kura_shaper.kernel.links import read_device
 from kura_shaper.kernel.probe import probe
 from kura_shaper.tenants.file import load_tenants
-from kura_shaper.tree.build import ShapeChoice, TreeSettings, Wanted, build, root_qdisc
+from kura_shaper.tree.build import ShapeChoice, TreeSettings, Wanted, build, check_settings, root_qdisc
 from kura_shaper.tree.diff import plan as plan_tree
 from kura_shaper.tree.model import HostTraffic, LeafKind
 from kura_shaper.tree.observe import observe
@@ -67,7 +67,7 @@ def plan(
     """Show what `apply` would do: operations in order, each with its impact. 1: there are some."""
     settings = _settings(budget, host_reserve, shape=shape, leaf=leaf, host_traffic=host_traffic)
     request = _request(tenants, device, settings, _permission(allow_disruption=allow_disruption, take_over=take_over))
-    _print_plan(request, as_json=as_json)
+    raise typer.Exit(_print_plan(request, as_json=as_json))
 
 
 def apply(
@@ -88,7 +88,7 @@ def apply(
     settings = _settings(budget, host_reserve, shape=shape, leaf=leaf, host_traffic=host_traffic)
     request = _request(tenants, device, settings, _permission(allow_disruption=allow_disruption, take_over=take_over))
     if dry_run:
-        _print_plan(request, as_json=as_json)
+        raise typer.Exit(_print_plan(request, as_json=as_json))
     clock = SystemClock()
     with TcClient() as client:
         control = KernelTrafficControl(client, request.device, clock=clock)
@@ -164,15 +164,19 @@ def _permission(*, allow_disruption: bool, take_over: bool) -> Permission:
 def _request(tenants: Path, device: str, settings: TreeSettings, permission: Permission) -> _Request:
     # The document and the settings first: what is wrong there must not need a privilege to be said.
     document = load_tenants(tenants)
+    check_settings(settings)
     found = read_device(device)
     return _Request(found, build(document, found, settings=settings, capabilities=probe()), permission)
 
 
-def _print_plan(request: _Request, *, as_json: bool) -> None:
+def _print_plan(request: _Request, *, as_json: bool) -> int:
+    """Print what would be done and return the exit code."""
     with TcClient() as client:
         actual = KernelTrafficControl(client, request.device, clock=SystemClock()).snapshot()
     planned = plan_tree(request.wanted, actual, request.permission)
     show.plan(planned, request.device, as_json=as_json)
     if planned.unknown:
-        raise StateUnknownError(planned.unknown)
-    raise typer.Exit(3 if planned.refusals else 1 if planned.operations else 0)
+        return StateUnknownError.exit_code
+    if planned.refusals:
+        return RefusedError.exit_code
+    return 1 if planned.operations or planned.has_findings else 0

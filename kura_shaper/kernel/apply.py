@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from kura_shaper.kernel.executor import Outcome, Status, execute
 from kura_shaper.kernel.journal import Former, Journal
-from kura_shaper.tree.allot import Note
 from kura_shaper.tree.diff import Plan, plan, plan_removal
 from kura_shaper.tree.model import ROOT, HtbQdisc, OtherQdisc
+from kura_shaper.tree.notes import Note
 from kura_shaper.tree.operations import AddRoot, RestoreQdisc
 from kura_shaper.tree.preflight import Permission, is_ours
 from kura_shaper.tree.snapshot import Snapshot, Unknown
@@ -36,12 +36,13 @@ class Applied:
 
     @property
     def exit_code(self) -> int:
-        """0 when all holds, 3 when something was refused or did not hold, 4 when it is unknown."""
+        """0 when all holds, 1 when something is left to do or to mend, 3 when something was refused
+        or did not hold, 4 when it is unknown."""
         if self.plan.unknown or any(o.status is Status.UNVERIFIED for o in self.outcomes):
             return 4
-        if self.plan.refusals or any(o.status is not Status.DONE for o in self.outcomes):
+        if self.plan.refusals or any(o.status not in (Status.DONE, Status.BUSY) for o in self.outcomes):
             return 3
-        return 0
+        return 1 if self.plan.has_findings or any(o.status is Status.BUSY for o in self.outcomes) else 0
 
 
 def apply_tree(

@@ -8,10 +8,10 @@ an acknowledgement; a refused one always answers. (man netlink)
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import select
 import socket
+import struct
 import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -34,6 +34,8 @@ _BATCH_MESSAGES = 256
 _RECEIVE_BYTES = 1024 * 1024
 _INTERRUPTED_TRIES = 5
 _TIMEOUT_S = 10.0
+_NUMBER_MAX = 0xFFFFFFFF
+_U16, _U32 = struct.Struct("=H"), struct.Struct("=I")
 
 
 class TcClient:
@@ -44,7 +46,7 @@ class TcClient:
     """
 
     def __init__(self) -> None:
-        self._sequence = itertools.count(1)
+        self._last_number = 0
         self._buffer = bytearray(_RECEIVE_BYTES)
         self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE)
         self._socket.settimeout(_TIMEOUT_S)
@@ -84,16 +86,8 @@ class TcClient:
 
     def _transact(self, messages: Sequence[bytes]) -> dict[int, tuple[int, str]]:
         """Send messages at once; return (errno, words) by position of those refused."""
-        first = next(self._sequence)
-        parts = bytearray()
-        for at, message in enumerate(messages):
-            sequence = first if at == 0 else next(self._sequence)
-            length, kind, flags, _, _ = wire.HEADER.unpack_from(message)
-            if at == len(messages) - 1:
-                flags |= wire.Flags.ACK
-            parts += wire.HEADER.pack(length, kind, flags, sequence, 0) + message[wire.HEADER.size :]
-        last = first + len(messages) - 1
-        self._socket.send(parts)
+        first, last = self._take_numbers(len(messages))
+        self._socket.send(_numbered(messages, first, flags_of_last=wire.Flags.ACK))
         refused: dict[int, tuple[int, str]] = {}
         while True:
             try:
@@ -135,9 +129,8 @@ class TcClient:
 
     def _dump_once(self, request: bytes, each: Callable[[memoryview, int, int], None]) -> bool:
         self._forget()
-        sequence = next(self._sequence)
-        length, kind, flags, _, _ = wire.HEADER.unpack_from(request)
-        self._socket.send(wire.HEADER.pack(length, kind, flags, sequence, 0) + request[wire.HEADER.size :])
+        sequence, _ = self._take_numbers(1)
+        self._socket.send(_numbered([request], sequence))
         whole = True
         while True:
             view = self._receive()
@@ -155,6 +148,14 @@ class TcClient:
                     each(view, at + wire.HEADER.size, at + length)
                 at += (length + 3) & ~3
 
+    def _take_numbers(self, count: int) -> tuple[int, int]:
+        """Return the first and the last of so many sequence numbers in a row."""
+        if self._last_number + count > _NUMBER_MAX:
+            self._last_number = 0
+        first = self._last_number + 1
+        self._last_number += count
+        return first, self._last_number
+
     def _forget(self) -> None:
         """Throw away what still waits: while a dump is half read the kernel refuses another with EBUSY."""
         waiting = select.poll()
@@ -168,6 +169,19 @@ class TcClient:
         if flags & socket.MSG_TRUNC:
             raise StateUnknownError("a netlink answer is larger than the buffer")
         return memoryview(self._buffer)[:size]
+
+
+def _numbered(messages: Sequence[bytes], first: int, *, flags_of_last: int = 0) -> bytearray:
+    """Return requests as one send, numbered from first on."""
+    parts = bytearray(b"".join(messages))
+    last = at = 0
+    for number, message in enumerate(messages, start=first):
+        last = at
+        _U32.pack_into(parts, last + wire.SEQUENCE_AT, number)
+        at += len(message)
+    (flags,) = _U16.unpack_from(parts, last + wire.FLAGS_AT)
+    _U16.pack_into(parts, last + wire.FLAGS_AT, flags | flags_of_last)
+    return parts
 
 
 def _head(view: memoryview) -> tuple[int, int, int]:

@@ -2,15 +2,15 @@
 
 The root comes first and alone; when it is not there afterwards, nothing else is sent.
 Everything else goes in bulk, and one class that the kernel refuses does not stop the
-others. A class that has to go is drained first, for a bounded time.
+others. A class whose owner left goes once it is quiet; one that still sends stays, and is
+said, since without it its connections would lose their ceiling.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from kura_shaper.tree.operations import (
     AddClass,
@@ -31,11 +31,12 @@ if TYPE_CHECKING:
 
     from kura_shaper.clock import Clock
     from kura_shaper.kernel.device import TrafficControl
+    from kura_shaper.kernel.errors import KernelRefusedError
     from kura_shaper.tree.model import Handle
     from kura_shaper.tree.operations import Operation
 
-_DRAIN_NS = 2_000_000_000
-_DRAIN_POLL_NS = 20_000_000
+_QUIET_WITHIN_NS = 2_000_000_000
+_QUIET_FOR_NS = 200_000_000
 
 
 class Status(StrEnum):
@@ -46,6 +47,7 @@ class Status(StrEnum):
     NOT_HELD = "not-held"
     SKIPPED = "skipped"
     UNVERIFIED = "unverified"
+    BUSY = "busy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,39 +73,52 @@ def execute(operations: Sequence[Operation], control: TrafficControl, *, clock: 
 def _carry_out(operations: Sequence[Operation], control: TrafficControl, *, clock: Clock) -> list[Outcome]:
     if not operations:
         return []
-    errors = []
-    for deleting, group in groupby(operations, key=lambda op: isinstance(op, DeleteClass)):
-        run = list(group)
-        if deleting:
-            _drain([op.classid for op in run if isinstance(op, DeleteClass)], control, clock=clock)
-        errors += control.send(run)
+    busy = _still_busy([op.classid for op in operations if _waits(op)], control, clock=clock)
+    sent = [not (_waits(op) and op.classid in busy) for op in operations]
+    answers = iter(control.send([op for op, is_sent in zip(operations, sent, strict=True) if is_sent]))
+    errors = [next(answers) if is_sent else None for is_sent in sent]
     after = control.snapshot()
     last = {_object_of(op): at for at, op in enumerate(operations)}
-    outcomes = []
-    for at, (operation, error) in enumerate(zip(operations, errors, strict=True)):
-        if error is not None:
-            outcomes.append(Outcome(operation, Status.REFUSED, str(error)))
-        elif isinstance(after, Unknown):
-            outcomes.append(Outcome(operation, Status.UNVERIFIED, after.reason))
-        elif last[_object_of(operation)] == at and not holds(operation, after):
-            outcomes.append(Outcome(operation, Status.NOT_HELD, "accepted, but a reading shows something else"))
-        else:
-            outcomes.append(Outcome(operation, Status.DONE))
-    return outcomes
+    return [
+        _outcome(op, errors[at], after, is_sent=sent[at], is_last=last[_object_of(op)] == at)
+        for at, op in enumerate(operations)
+    ]
 
 
-def _drain(classids: Iterable[Handle], control: TrafficControl, *, clock: Clock) -> None:
-    """Wait until the classes queue nothing, at most two seconds: deleting one drops its queue."""
-    waiting = set(classids)
-    deadline = clock.now_ns() + _DRAIN_NS
-    while clock.now_ns() < deadline:
+def _outcome(
+    operation: Operation, error: KernelRefusedError | None, after: Snapshot | Unknown, *, is_sent: bool, is_last: bool
+) -> Outcome:
+    if error is not None:
+        return Outcome(operation, Status.REFUSED, str(error))
+    if isinstance(after, Unknown):
+        return Outcome(operation, Status.UNVERIFIED, after.reason)
+    if not is_sent:
+        return Outcome(operation, Status.BUSY, "it still sends; run again when its connections have ended")
+    if is_last and not holds(operation, after):
+        return Outcome(operation, Status.NOT_HELD, "accepted, but a reading shows something else")
+    return Outcome(operation, Status.DONE)
+
+
+def _waits(operation: Operation) -> TypeGuard[DeleteClass]:
+    return isinstance(operation, DeleteClass) and operation.only_when_quiet
+
+
+def _still_busy(classids: Iterable[Handle], control: TrafficControl, *, clock: Clock) -> set[Handle]:
+    """Return the classes that are not quiet within two seconds: that queue, or sent between two readings."""
+    busy = set(classids)
+    before: dict[Handle, int] = {}
+    deadline = clock.now_ns() + _QUIET_WITHIN_NS
+    while busy:
         actual = control.snapshot()
         if isinstance(actual, Unknown):
-            return
-        waiting = {c for c in waiting if c in actual.counters and actual.counters[c].backlog_bytes}
-        if not waiting:
-            return
-        clock.wait_ns(_DRAIN_POLL_NS)
+            return busy
+        counters = {c: actual.counters[c] for c in busy if c in actual.counters}
+        busy = {c for c, found in counters.items() if found.backlog_bytes or before.get(c) != found.sent_bytes}
+        before = {c: found.sent_bytes for c, found in counters.items()}
+        if not busy or clock.now_ns() >= deadline:
+            return busy
+        clock.wait_ns(_QUIET_FOR_NS)
+    return busy
 
 
 def _object_of(operation: Operation) -> Hashable:
@@ -145,4 +160,4 @@ def holds(operation: Operation, after: Snapshot) -> bool:
         case SetFilter(filter_):
             return filter_ in after.filters
         case DeleteFilter(filter_):
-            return filter_ not in after.filters
+            return not any(f.key[:3] == filter_.key[:3] and filter_.handle in (0, f.handle) for f in after.filters)

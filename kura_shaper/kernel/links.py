@@ -48,7 +48,6 @@ def read_device(name: str) -> Device:
 
 
 def _device(link: Any) -> Device:
-    info = link.get("linkinfo")
     return Device(
         name=str(link.get("ifname")),
         ifindex=int(link["index"]),
@@ -56,7 +55,6 @@ def _device(link: Any) -> Device:
         gso_max_bytes=max(int(link.get(k) or 0) for k in ("gso_max_size", "gso_ipv4_max_size")) or 65536,
         tx_queue_len_packets=int(link.get("txqlen") or 0),
         tx_queues=int(link.get("num_tx_queues") or 1),
-        kind=str(info.get("kind") or "") if info else "",
         is_loopback=bool(link["flags"] & _IFF_LOOPBACK),
         is_up=bool(link["flags"] & _IFF_UP),
     )

@@ -68,14 +68,16 @@ NLMSG_ERROR, NLMSG_DONE = 2, 3
 NLM_F_DUMP_INTR, NLM_F_ACK_TLVS = 0x10, 0x200
 
 HEADER = struct.Struct("=IHHII")  # length, type, flags, sequence, port
+FLAGS_AT, SEQUENCE_AT = 6, 8
 TCMSG = struct.Struct("=BxxxiIII")  # family, ifindex, handle, parent, info
 ATTRIBUTE = struct.Struct("=HH")  # length with this header, type
 
-TCA_KIND, TCA_OPTIONS, TCA_XSTATS, TCA_STATS2 = 1, 2, 4, 7
+TCA_KIND, TCA_OPTIONS, TCA_XSTATS, TCA_STATS2, TCA_STAB, TCA_CHAIN = 1, 2, 4, 7, 8, 11
 HTB_PARMS, HTB_INIT, HTB_DIRECT_QLEN, HTB_RATE64, HTB_CEIL64 = 1, 2, 5, 6, 7
 # cell log, link layer, overhead, cell align, mpu, rate in bytes a second; twice, then
 # buffer ticks, cbuffer ticks, quantum, level, prio
-HTB_OPT = struct.Struct("=BBHhHI BBHhHI IIIII")
+_HTB_OPT = "BBHhHI BBHhHI IIIII"
+HTB_OPT = struct.Struct(f"={_HTB_OPT}")
 HTB_GLOB = struct.Struct("=IIIII")  # version, rate2quantum, default, debug, direct packets
 LINKLAYER_ETHERNET = 1
 _HTB_VERSION, _R2Q = 3, 10
@@ -84,14 +86,28 @@ FQ_CODEL = {"target_us": 1, "limit_packets": 2, "interval_us": 3, "ecn": 4, "flo
 FQ_CODEL_MEMORY_LIMIT = 9
 FQ = {"limit_packets": 1, "flow_limit_packets": 2, "quantum_bytes": 3, "initial_quantum_bytes": 4, "horizon_us": 14}
 FQ_HORIZON_DROP = 15
+FQ_MAX_RATE, NO_RATE = 7, 0xFFFFFFFF
 
 BPF_OPS_LEN, BPF_OPS = 4, 5
+# What a filter of ours is shown with: the program and whether hardware has it, no action, no flag.
+BPF_PLAIN = frozenset({BPF_OPS_LEN, BPF_OPS, 9})
 BPF_INSTRUCTION = struct.Struct("=HBBI")
 FW_CLASSID, FW_MASK = 1, 5
+FW_PLAIN = frozenset({FW_CLASSID, FW_MASK})
 FLOWER_CLASSID, FLOWER_ETH_TYPE, FLOWER_IP_PROTO = 1, 8, 9
 FLOWER_PORTS = {6: 18, 17: 20}  # TCP_SRC, UDP_SRC
+# An action, an input device, or a key beside the ones above.
+FLOWER_NARROWER = frozenset({*range(2, 8), *range(10, 18), 19, 21, *range(23, 35)})
 
 _U16, _U32, _U64 = struct.Struct("=H"), struct.Struct("=I"), struct.Struct("=Q")
+_U32_ATTRIBUTE = struct.Struct("=HHI")  # length, type, value
+# A whole message up to its body, and a class up to its 64-bit rates: a tree has thousands of them.
+_REQUEST = struct.Struct("=IHHII BxxxiIII")
+_CLASS = struct.Struct(f"=IHHII BxxxiIII HH4s HH HH {_HTB_OPT}")
+# Plain numbers, since operators of an IntFlag cost as much as packing a message.
+_REQUEST_FLAGS = int(Flags.REQUEST)
+_ADD = int(Flags.REQUEST | Flags.CREATE | Flags.EXCL)
+_REPLACE = int(Flags.REQUEST | Flags.CREATE | Flags.REPLACE)
 _U32_MAX = 0xFFFFFFFF
 
 
@@ -115,52 +131,76 @@ def attributes(data: memoryview | bytes, start: int = 0, end: int | None = None)
         start += (length + 3) & ~3
 
 
-def message(kind: Message, flags: Flags, *, ifindex: int, handle: int, parent: int, info: int, body: bytes) -> bytes:
+def spans(data: memoryview | bytes, start: int, end: int) -> dict[int, tuple[int, int]]:
+    """Return (first byte, end) of attributes by type, as `attributes` finds them; the last of a type counts."""
+    found = {}
+    unpack = ATTRIBUTE.unpack_from
+    while start + 4 <= end:
+        length, kind = unpack(data, start)
+        if length < 4 or start + length > end:
+            break
+        found[kind & 0x3FFF] = (start + 4, start + length)
+        start += (length + 3) & ~3
+    return found
+
+
+def messages(data: memoryview) -> Iterator[int]:
+    """Yield where each message of a datagram begins; a malformed rest ends the walk."""
+    at = 0
+    while at + HEADER.size <= len(data):
+        (length,) = _U32.unpack_from(data, at)
+        if length < HEADER.size or at + length > len(data):
+            return
+        yield at
+        at += (length + 3) & ~3
+
+
+def message(kind: Message, flags: int, *, ifindex: int, handle: int, parent: int, info: int, body: bytes) -> bytes:
     """Return a request with sequence number 0; the client numbers it when it sends."""
-    length = HEADER.size + TCMSG.size + len(body)
-    return HEADER.pack(length, kind, flags | Flags.REQUEST, 0, 0) + TCMSG.pack(0, ifindex, handle, parent, info) + body
+    return _REQUEST.pack(_REQUEST.size + len(body), kind, flags, 0, 0, 0, ifindex, handle, parent, info) + body
 
 
 def dump_request(kind: Message, ifindex: int = 0, parent: int = 0) -> bytes:
     """Return a request for all objects of a kind."""
-    return message(kind, Flags.DUMP, ifindex=ifindex, handle=0, parent=parent, info=0, body=b"")
+    return message(kind, Flags.REQUEST | Flags.DUMP, ifindex=ifindex, handle=0, parent=parent, info=0, body=b"")
 
 
 def encode(operation: Operation, ifindex: int) -> bytes:
     """Return the message that carries out an operation on a device."""
     match operation:
+        # The most frequent first: each case costs a look.
+        case AddClass(spec):
+            return _htb_class(spec, _ADD, ifindex)
+        case SetLeaf(leaf, _, in_place):
+            options = attribute(TCA_OPTIONS, _leaf_options(leaf, in_place=in_place))
+            return _qdisc(leaf.handle, leaf.parent, leaf.parameters.kind, options, ifindex)
+        case ChangeClass(spec):
+            # Without CREATE: changing a class that is gone must fail, not make one.
+            return _htb_class(spec, _REQUEST_FLAGS, ifindex)
+        case DeleteClass(classid):
+            return _delete(Message.DELTCLASS, ifindex, classid.u32, 0)
+        case SetFilter(filter_):
+            return _filter(filter_, Message.NEWTFILTER, _REPLACE, ifindex)
+        case DeleteFilter(filter_):
+            return _filter(filter_, Message.DELTFILTER, _REQUEST_FLAGS, ifindex)
         case AddRoot(qdisc):
             return _qdisc(qdisc.handle, qdisc.parent, "htb", _htb_qdisc_options(qdisc), ifindex)
         case RestoreQdisc(qdisc):
             return _qdisc(qdisc.handle, qdisc.parent, qdisc.kind, _verbatim(qdisc), ifindex)
         case DeleteRoot(handle):
             return _delete(Message.DELQDISC, ifindex, handle.u32, _U32_MAX)
-        case AddClass(spec):
-            return _htb_class(spec, Flags.CREATE | Flags.EXCL, ifindex)
-        case ChangeClass(spec):
-            # Without CREATE: changing a class that is gone must fail, not make one.
-            return _htb_class(spec, Flags(0), ifindex)
-        case DeleteClass(classid):
-            return _delete(Message.DELTCLASS, ifindex, classid.u32, 0)
-        case SetLeaf(leaf, _, in_place):
-            options = attribute(TCA_OPTIONS, _leaf_options(leaf, in_place=in_place))
-            return _qdisc(leaf.handle, leaf.parent, leaf.parameters.kind, options, ifindex)
         case DeleteLeaf(parent, handle):
             return _delete(Message.DELQDISC, ifindex, handle.u32, parent.u32)
-        case SetFilter(filter_):
-            return _filter(filter_, Message.NEWTFILTER, Flags.CREATE | Flags.REPLACE, ifindex)
-        case DeleteFilter(filter_):
-            return _filter(filter_, Message.DELTFILTER, Flags(0), ifindex)
 
 
 def _delete(kind: Message, ifindex: int, handle: int, parent: int) -> bytes:
-    return message(kind, Flags(0), ifindex=ifindex, handle=handle, parent=parent, info=0, body=b"")
+    return message(kind, _REQUEST_FLAGS, ifindex=ifindex, handle=handle, parent=parent, info=0, body=b"")
 
 
 def _qdisc(handle: Handle, parent: Handle, kind: str, options: bytes, ifindex: int) -> bytes:
     return message(
         Message.NEWQDISC,
-        Flags.CREATE | Flags.REPLACE,
+        _REPLACE,
         ifindex=ifindex,
         handle=handle.u32,
         parent=parent.u32,
@@ -181,31 +221,28 @@ def _htb_qdisc_options(qdisc: HtbQdisc) -> bytes:
     )
 
 
-def _htb_class(spec: HtbClass, flags: Flags, ifindex: int) -> bytes:
+def _htb_class(spec: HtbClass, flags: int, ifindex: int) -> bytes:
     floor, ceil = spec.floor.bytes_per_second, spec.ceil.bytes_per_second
-    parms = HTB_OPT.pack(
-        *(0, LINKLAYER_ETHERNET, 0, 0, 0, min(floor, _U32_MAX)),
-        *(0, LINKLAYER_ETHERNET, 0, 0, 0, min(ceil, _U32_MAX)),
-        *(spec.burst_ticks, spec.cburst_ticks, spec.quantum_bytes, 0, spec.prio),
-    )
-    options = attribute(HTB_PARMS, parms)
+    rates64 = b""
     # The kernel takes the larger of both fields, so the 64-bit one goes only where it is needed.
     if floor > _U32_MAX:
-        options += attribute(HTB_RATE64, _U64.pack(floor))
+        rates64 += attribute(HTB_RATE64, _U64.pack(floor))
     if ceil > _U32_MAX:
-        options += attribute(HTB_CEIL64, _U64.pack(ceil))
-    return message(
-        Message.NEWTCLASS,
-        flags,
-        ifindex=ifindex,
-        handle=spec.classid.u32,
-        parent=spec.parent.u32,
-        info=0,
-        body=_HTB_KIND + attribute(TCA_OPTIONS, options),
+        rates64 += attribute(HTB_CEIL64, _U64.pack(ceil))
+    parms = ATTRIBUTE.size + HTB_OPT.size
+    return (
+        _CLASS.pack(
+            *(_CLASS.size + len(rates64), Message.NEWTCLASS, flags, 0, 0),
+            *(0, ifindex, spec.classid.u32, spec.parent.u32, 0),
+            *(8, TCA_KIND, b"htb\0"),
+            *(ATTRIBUTE.size + parms + len(rates64), TCA_OPTIONS),
+            *(parms, HTB_PARMS),
+            *(0, LINKLAYER_ETHERNET, 0, 0, 0, min(floor, _U32_MAX)),
+            *(0, LINKLAYER_ETHERNET, 0, 0, 0, min(ceil, _U32_MAX)),
+            *(spec.burst_ticks, spec.cburst_ticks, spec.quantum_bytes, 0, spec.prio),
+        )
+        + rates64
     )
-
-
-_HTB_KIND = attribute(TCA_KIND, b"htb\0")
 
 
 def _leaf_options(leaf: Leaf, *, in_place: bool) -> bytes:
@@ -221,10 +258,10 @@ def _leaf_options(leaf: Leaf, *, in_place: bool) -> bytes:
 
 
 def _u32_attributes(parameters: FqCodel | Fq, fields: dict[str, int]) -> bytes:
-    return b"".join(attribute(kind, _U32.pack(getattr(parameters, name))) for name, kind in fields.items())
+    return b"".join([_U32_ATTRIBUTE.pack(8, kind, getattr(parameters, name)) for name, kind in fields.items()])
 
 
-def _filter(filter_: Filter, kind: Message, flags: Flags, ifindex: int) -> bytes:
+def _filter(filter_: Filter, kind: Message, flags: int, ifindex: int) -> bytes:
     name, options = _match(filter_)
     body = attribute(TCA_KIND, name.encode() + b"\0")
     if kind is Message.NEWTFILTER:

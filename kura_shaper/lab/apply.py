@@ -19,18 +19,16 @@ _TIMEOUT_S = 60
 
 def apply_tree(world: World, budget: Rate) -> None:
     """Run `kura-shaper apply` on the node's NIC. Raises RefusedError when it does not exit with 0."""
-    _run(world, "apply", f"--tenants={world.document_path}", f"--budget={budget}", "--shape=single")
-
-
-def uninstall_tree(world: World) -> None:
-    """Run `kura-shaper uninstall` on the node's NIC. Raises RefusedError when it does not exit with 0."""
-    _run(world, "uninstall")
-
-
-def _run(world: World, command: str, *arguments: str) -> None:
-    argv = [sys.executable, "-m", "kura_shaper", command, f"--device={NIC}", f"--state-dir={SCRATCH_DIR}", *arguments]
+    options = (
+        f"--tenants={world.document_path}",
+        f"--device={NIC}",
+        f"--budget={budget}",
+        "--shape=single",
+        f"--state-dir={SCRATCH_DIR}",
+    )
+    argv = [sys.executable, "-m", "kura_shaper", "apply", *options]
     with inside(world.lab.topology.node.path):
         done = subprocess.run(argv, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)  # noqa: S603
     if done.returncode:
         words = " ".join((done.stderr or done.stdout).split())
-        raise RefusedError(f"kura-shaper {command} ended with {done.returncode} in the lab: {words}")
+        raise RefusedError(f"kura-shaper apply ended with {done.returncode} in the lab: {words}")

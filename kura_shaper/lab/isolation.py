@@ -257,9 +257,11 @@ def _leave_with(role: Callable[[], int], *, pipes: _Pipes) -> NoReturn:
 
 
 def _report(error: KuraShaperError, *, pipes: _Pipes) -> None:
-    record = {"exit_code": error.exit_code, "message": error.message[:8_000], "remedy": error.remedy[:2_000]}
+    # JSON spells a character with at most twelve bytes, so the record is never cut.
+    message, remedy = error.message[: _MAX_ERROR_BYTES // 16], error.remedy[: _MAX_ERROR_BYTES // 16]
+    record = {"exit_code": error.exit_code, "message": message, "remedy": remedy}
     with contextlib.suppress(OSError):
-        os.write(pipes.errors_w, json.dumps(record).encode()[:_MAX_ERROR_BYTES])
+        os.write(pipes.errors_w, json.dumps(record).encode())
 
 
 def _error_from(report: bytes) -> KuraShaperError:

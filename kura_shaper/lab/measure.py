@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from kura_shaper.clock import SystemClock
 from kura_shaper.errors import StateUnknownError
@@ -18,7 +18,7 @@ from kura_shaper.tree.build import owners_of
 from kura_shaper.tree.snapshot import Unknown
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from types import TracebackType
 
     from kura_shaper.tenants.document import TenantsDocument
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 NIC_TX = f"{NIC}.tx"
 # From the first byte on every stream until the rate is the one that stays.
 _SETTLE_NS = 400_000_000
+# Clients are told when to end; this is for one that is not.
+CLIENT_DURATION_MS = 3_600_000
+_END_TIMEOUT_S = 10.0
 _TRAFFIC = "kura_shaper.lab.traffic"
 
 
@@ -96,7 +99,7 @@ def measure(
 ) -> Measurement:
     """Run clients, each in its namespace, for duration_ms after all of them settled.
 
-    Raises StateUnknownError when a client does not get its bytes.
+    Raises StateUnknownError when a client has not got a byte on every stream in time.
     """
     clock = SystemClock()
     source = DeviceBytes(lab.topology.node.path, devices)
@@ -104,21 +107,22 @@ def measure(
         with ByteSampler([source, *([classes] if classes else [])]) as sampler:
             processes = [lab.spawn_module(where, _TRAFFIC, spec.arguments()) for where, spec in clients]
             for process, (_, spec) in zip(processes, clients, strict=True):
-                process.wait_event("flowing", timeout_s=spec.start_timeout_ms / 1_000 + 5)
+                flowing = process.wait_event("flowing", timeout_s=spec.start_timeout_ms / 1_000 + 5)
+                _check_all_flow(flowing, spec)
             clock.wait_ns(_SETTLE_NS)
             start_ns = clock.now_ns()
             clock.wait_ns(duration_ms * 1_000_000)
             end_ns = clock.now_ns()
-            ended = [
-                process.wait_event("result", timeout_s=spec.timeout_s)
-                for process, (_, spec) in zip(processes, clients, strict=True)
-            ]
+            for process in processes:
+                process.child.terminate()
+            ended = [process.wait_event("result", timeout_s=_END_TIMEOUT_S) for process in processes]
             samples = sampler.stop()
     finally:
         source.close()
     return Measurement(samples, start_ns, end_ns, tuple(TrafficResult.from_event(event) for event in ended))
 
 
-def traffic_duration_ms(duration_ms: int) -> int:
-    """Return how long clients have to run so that the steady part lasts duration_ms."""
-    return duration_ms + _SETTLE_NS // 1_000_000 + 250
+def _check_all_flow(flowing: Mapping[str, Any], spec: TrafficSpec) -> None:
+    if flowing["streams"] != spec.streams:
+        name = f"{spec.application.value} to {spec.sni or spec.address}"
+        raise StateUnknownError(f"{name}: only {flowing['streams']} of {spec.streams} streams got a byte")

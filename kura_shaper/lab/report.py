@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kura_shaper.lab.world import LabTenant
     from kura_shaper.units import Rate
 
-_USED_PERMILLE, _OVER_PERMILLE, _BYPASS_PERMILLE, _FLOOR_PERMILLE = 950, 1010, 1500, 950
+_USED_PERMILLE, _OVER_PERMILLE, _BYPASS_PERMILLE, _FLOOR_PERMILLE, _STRAY_PERMILLE = 950, 1010, 1500, 950, 1
 _HELD = (
     Path.SHAPED,
     Path.SHAPED_HTTP2,
@@ -51,8 +51,8 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """pass, or fail when anything was found."""
-        return "fail" if self.findings else "pass"
+        """pass, or fail when anything was found or nothing was measured."""
+        return "fail" if self.findings or not self.points else "pass"
 
 
 def make_report(settings: LabSettings, tenants: tuple[LabTenant, ...], points: Sequence[Point]) -> Report:
@@ -82,12 +82,23 @@ def _judge(point: Point, settings: LabSettings, tenants: tuple[LabTenant, ...]) 
             "bypass-not-shown",
             f"{name}: this machine moves only {rate} through the gateway; a lower --ceiling shows the bypass",
         )
+    if point.path is Path.LOCAL:
+        yield from _judge_local(point, settings)
     if point.path in _HELD and point.measurement.sent_bytes(UNATTRIBUTED):
         yield Finding("unattributed", f"{name}: {point.measurement.sent_bytes(UNATTRIBUTED)} bytes without a mark")
     if point.path is Path.FLOORS:
         yield from _judge_floors(point, settings, tenants)
     if point.path is Path.FOREIGN and not _counted_as_unattributed(point):
         yield Finding("foreign-not-counted", f"{name}: bytes from a gateway port without a mark were not counted")
+
+
+def _judge_local(point: Point, settings: LabSettings) -> Iterable[Finding]:
+    """Path C goes as fast as the machine does, and none of it crosses the NIC."""
+    rate, at_nic = point.measurement.rate(point.counter), point.measurement.rate()
+    if _permille(rate, settings.ceiling) < _BYPASS_PERMILLE:
+        yield Finding("local-not-shown", f"{point.path}: this machine moves only {rate} from pod to pod")
+    if _permille(at_nic, rate) > _STRAY_PERMILLE:
+        yield Finding("local-at-nic", f"{point.path}: {at_nic} of it crossed the NIC")
 
 
 def _judge_floors(point: Point, settings: LabSettings, tenants: tuple[LabTenant, ...]) -> Iterable[Finding]:

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING
 from kura_shaper.haproxy.options import BandwidthLimit
 from kura_shaper.lab import today
 from kura_shaper.lab.apply import apply_tree
-from kura_shaper.lab.measure import NIC_TX, ClassBytes, Measurement, measure, traffic_duration_ms
+from kura_shaper.lab.measure import CLIENT_DURATION_MS, NIC_TX, ClassBytes, Measurement, measure
 from kura_shaper.lab.servers import ServerSpec
 from kura_shaper.lab.topology import NIC, Family
 from kura_shaper.lab.traffic import Application, Security, TrafficSpec
 from kura_shaper.lab.world import HTTPS_PORT, OBJECT_PORT, PEER_PORT, World
 from kura_shaper.tenants.marks import ReservedClass
+from kura_shaper.tree.model import Device
+from kura_shaper.tree.params import burst_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -139,7 +141,7 @@ class Run:
             sni=host,
             ca_file=str(self.world.ca_path),
             connections=streams,
-            duration_ms=traffic_duration_ms(self.settings.duration_ms),
+            duration_ms=CLIENT_DURATION_MS,
         )
         return topology.client, spec
 
@@ -152,15 +154,15 @@ class Run:
             port=port,
             host=self.tenant.host,
             connections=streams,
-            duration_ms=traffic_duration_ms(self.settings.duration_ms),
+            duration_ms=CLIENT_DURATION_MS,
         )
         return where, spec
 
 
 def burst_allowance_bytes(limit: Rate) -> int:
     """Return what a window may have above limit x time: the class's bucket and one GSO packet under way."""
-    gso_bytes = 65_536
-    return max(limit.bytes_in_us(1_000), gso_bytes) + gso_bytes
+    device = Device(NIC, 0)
+    return burst_bytes(limit, device) + device.gso_max_bytes
 
 
 def today_points(run: Run) -> Iterator[Point]:
@@ -184,7 +186,7 @@ def today_points(run: Run) -> Iterator[Point]:
 def shaped_points(run: Run) -> Iterator[Point]:
     """Hold path B by the tree alone over every protocol, then once with bwlim in front of it."""
     ceiling, tenant = run.settings.ceiling, run.tenant
-    with _under_the_tree(run) as classes:
+    with _apply_tree(run) as classes:
         gateway = run.world.start_gateway(BandwidthLimit.OFF)
         protocols = {
             Path.SHAPED: Application.HTTP1,
@@ -210,7 +212,7 @@ def shaped_points(run: Run) -> Iterator[Point]:
 
 def floors_points(run: Run) -> Iterator[Point]:
     """Let all tenants want everything: the one with the largest floor opens the fewest connections."""
-    with _under_the_tree(run) as classes:
+    with _apply_tree(run) as classes:
         gateway = run.world.start_gateway(BandwidthLimit.OFF)
         by_floor = sorted(run.world.tenants, key=lambda tenant: tenant.floor)
         clients = [run.through_gateway(tenant, 8 >> place) for place, tenant in enumerate(by_floor)]
@@ -221,7 +223,7 @@ def floors_points(run: Run) -> Iterator[Point]:
 def foreign_points(run: Run) -> Iterator[Point]:
     """Put somebody else's server on the gateway's port: it knows no mark."""
     topology = run.world.lab.topology
-    with _under_the_tree(run) as classes:
+    with _apply_tree(run) as classes:
         server = run.world.lab.spawn_module(
             topology.node, "kura_shaper.lab.servers", ServerSpec(object_port=0, stream_port=HTTPS_PORT).arguments()
         )
@@ -232,13 +234,13 @@ def foreign_points(run: Run) -> Iterator[Point]:
             address=topology.node_addresses.of(Family.V4),
             port=HTTPS_PORT,
             connections=4,
-            duration_ms=traffic_duration_ms(run.settings.duration_ms),
+            duration_ms=CLIENT_DURATION_MS,
         )
         yield run.point(Path.FOREIGN, [(topology.client, spec)], limit=run.settings.budget, classes=classes)
         server.stop()
 
 
-def _under_the_tree(run: Run) -> ClassBytes:
+def _apply_tree(run: Run) -> ClassBytes:
     apply_tree(run.world, run.settings.budget)
     return ClassBytes(run.world.lab, run.world.document)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from pyroute2 import IPRoute
 
+from kura_shaper.kernel.plugins import tc
 from kura_shaper.lab.isolation import inside
 from kura_shaper.lab.topology import NIC
 
@@ -26,12 +27,17 @@ _ETH_P_IP = 0x0800
 
 
 def install(lab: Lab, pod: Pod, ceiling: Rate) -> None:
-    """Hold a pod's packets to a ceiling at the node's NIC. Raises KernelRefusedError."""
+    """Hold a pod's packets to a ceiling at the node's NIC.
+
+    The library rounds the bucket by a microsecond's worth, which is nothing against a GSO packet.
+    Raises KernelRefusedError.
+    """
     with inside(lab.topology.node.path), IPRoute() as ip:
         (index,) = ip.link_lookup(ifname=NIC)
         # No default class: what comes from no annotated pod is not held back at all.
-        ip.tc("add", "htb", index, handle=_ROOT, default=0)
-        ip.tc(
+        tc(ip, "add", "htb", index, handle=_ROOT, default=0)
+        tc(
+            ip,
             "add-class",
             "htb",
             index,
@@ -43,7 +49,8 @@ def install(lab: Lab, pod: Pod, ceiling: Rate) -> None:
             cburst=_BURST_BYTES,
         )
         address = int.from_bytes(pod.addresses.v4.packed, "big")
-        ip.tc(
+        tc(
+            ip,
             "add-filter",
             "u32",
             index,
@@ -59,4 +66,4 @@ def remove(lab: Lab) -> None:
     """Take it away again, as switching the CNI's bandwidth manager off does."""
     with inside(lab.topology.node.path), IPRoute() as ip:
         (index,) = ip.link_lookup(ifname=NIC)
-        ip.tc("del", "htb", index, handle=_ROOT)
+        tc(ip, "del", "htb", index, handle=_ROOT)

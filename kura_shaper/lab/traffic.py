@@ -2,8 +2,8 @@
 
 Each stream asks for one object after the other for a fixed time, and reads as fast as it
 can. The process says `flowing` when the first payload byte has come on every stream; the time
-that is measured starts there. At its end it says `result` and leaves at once, in the middle of
-whatever is under way. A broken stream is counted and tried again.
+that is measured starts there. At its end, or when SIGTERM tells it so, it says `result` and leaves
+at once, in the middle of whatever is under way. A broken stream is counted and tried again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import enum
 import json
 import os
+import signal
 import socket
 import ssl
 import struct
@@ -195,6 +196,8 @@ def main(arguments: list[str]) -> int:
     spec = TrafficSpec.parse(arguments)
     # h2 spells out each frame that it receives for a trace that nobody reads: 40 % of this process's time.
     hyperframe.frame.DataFrame.__repr__ = object.__repr__  # type: ignore[method-assign]
+    # Blocked before any thread starts, so that it waits for the one place that looks for it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     progress = _Progress(spec.streams)
     for first in range(0, spec.streams, spec.streams_per_connection):
         meters = progress.meters[first : first + spec.streams_per_connection]
@@ -204,7 +207,8 @@ def main(arguments: list[str]) -> int:
     times_ms = progress.first_byte_ms
     _say("flowing", streams=len(times_ms), wanted=spec.streams)
     if times_ms:
-        time.sleep(spec.duration_ms / 1_000)
+        # Clients that run beside each other start to flow one after the other, but are to end together.
+        signal.sigtimedwait([signal.SIGTERM], spec.duration_ms / 1_000)
     received_bytes = progress.received_bytes - before_bytes
     result = TrafficResult(
         protocol=f"{spec.application.value}+{spec.security.value}",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kura_shaper.errors import RefusedError
+from kura_shaper.tree.notes import Note
 from kura_shaper.tree.params import TRICKLE, TRICKLE_MIN
 from kura_shaper.units import Rate
 
@@ -20,15 +21,6 @@ if TYPE_CHECKING:
     from kura_shaper.tenants.document import Tenant
 
 _LEAST = TRICKLE_MIN.bits_per_second
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """Something that a person should know about the wanted tree; code is stable."""
-
-    code: str
-    message: str
-    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +42,11 @@ def allot(tenants: Sequence[Tenant], *, budget: Rate, reserved: Rate, own_classe
     room = max(0, budget.bits_per_second - reserved.bits_per_second)
     if (len(tenants) + own_classes) * _LEAST > room:
         beside = f" beside a host reserve of {reserved}" if reserved.bits_per_second else ""
+        fitting = max(0, room // _LEAST - own_classes)
+        left_out = f", nothing is left from tenant {tenants[fitting].name} on" if fitting < len(tenants) else ""
         raise RefusedError(
-            f"a budget of {budget} can't hold {len(tenants)} tenants{beside}: each needs at least {TRICKLE_MIN} bit/s",
+            f"a budget of {budget} can't hold {len(tenants)} tenants{beside}:"
+            f" each needs at least {TRICKLE_MIN} bit/s{left_out}",
             remedy="raise the budget or move tenants to another node",
         )
     trickle = _trickle(tenants, room, own_classes)

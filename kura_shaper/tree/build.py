@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING
 from kura_shaper.errors import RefusedError, UsageError
 from kura_shaper.tenants.marks import ReservedClass
 from kura_shaper.tree import params
-from kura_shaper.tree.allot import Allotment, Note, allot
+from kura_shaper.tree.allot import Allotment, allot
 from kura_shaper.tree.classifier import ClassifierKind, filters
 from kura_shaper.tree.model import ROOT, Handle, HostTraffic, HtbClass, HtbQdisc, Leaf, LeafKind, Shape, Tree
+from kura_shaper.tree.notes import Note
 from kura_shaper.units import Rate
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def build(document: TenantsDocument, device: Device, *, settings: TreeSettings, 
     Raises UsageError for a shape, a rate or a number of ports that can't be had, RefusedError
     when the promises or the kernel make a tree impossible.
     """
-    _check(settings)
+    check_settings(settings)
     shape, shape_note = _shape(settings.shape)
     leaf_kind, leaf_notes = _leaf_kind(settings.leaf, capabilities)
     classifier, classifier_notes = _classifier_kind(capabilities)
@@ -105,9 +106,8 @@ def build(document: TenantsDocument, device: Device, *, settings: TreeSettings, 
             class_ids=(t.class_id for t in document.tenants),
             root=root.handle,
         ),
-        owners=owners_of(document),
     )
-    return Wanted(tree, (shape_note, *leaf_notes, *classifier_notes, *allotment.notes))
+    return Wanted(tree, (shape_note, *leaf_notes, *classifier_notes, *_device_notes(device), *allotment.notes))
 
 
 def root_qdisc() -> HtbQdisc:
@@ -120,8 +120,12 @@ def owners_of(document: TenantsDocument) -> dict[int, str]:
     return {r.value: r.name.lower() for r in ReservedClass} | {t.class_id: t.name for t in document.tenants}
 
 
-def _check(settings: TreeSettings) -> None:
-    """Raise UsageError for a rate above the root class's, which would not be a limit any more."""
+def check_settings(settings: TreeSettings) -> None:
+    """Raise UsageError for settings that no device and no kernel could meet.
+
+    A rate above the root class's would not be a limit any more.
+    """
+    _shape(settings.shape)
     for name, rate in (("budget", settings.budget), ("host reserve", settings.host_reserve)):
         if rate > params.LINE_RATE:
             raise UsageError(f"a {name} of {rate} bit/s is above {params.LINE_RATE}", remedy="rates are in bit/s")
@@ -154,6 +158,14 @@ def _classifier_kind(capabilities: Capabilities) -> tuple[ClassifierKind, tuple[
     raise RefusedError("the kernel has neither cls_bpf nor cls_fw with cls_flower", remedy="load the module cls_bpf")
 
 
+def _device_notes(device: Device) -> tuple[Note, ...]:
+    if device.tx_queue_len_packets > 0:
+        return ()
+    # The kernel sizes the fifo of a new class by it, until the leaf takes its place in the same send.
+    message = f"{device.name} has a txqueuelen of 0: a class that is added drops packets until its leaf is there"
+    return (Note("txqueuelen-0", f"{message}; `ip link set {device.name} txqueuelen 1000` mends it"),)
+
+
 def _host_floor(settings: TreeSettings) -> Rate:
     # As the kernel holds it, so that a tree that is read back yields the same promises.
     return params.whole_bytes(max(settings.host_reserve, params.TRICKLE_MIN))
@@ -178,8 +190,8 @@ def _classes(
         budget if inside else params.LINE_RATE,
         _HOST_PRIO,
     )
-    root = make(ReservedClass.ROOT, 0, params.LINE_RATE, params.LINE_RATE, 0)
-    node = make(top, ReservedClass.ROOT, budget, budget, 0)
+    root = params.inner_class(handle(ReservedClass.ROOT), handle(0), rate=params.LINE_RATE, device=device)
+    node = params.inner_class(handle(top), handle(ReservedClass.ROOT), rate=budget, device=device)
     return (
         root,
         *((node, host) if inside else (host, node)),

@@ -4,7 +4,8 @@
    they are drained together.
 2. Everything that shrinks goes to the smaller of old and new, children before parents.
 3. Then everything grows or is added, parents before children: class, leaf, and last the
-   filter that sends packets there.
+   filters. A class and its leaf travel in one send, since the constant program sends
+   packets to a class as soon as it is there.
 
 So at every instant floor <= ceil <= the parent's ceil, and floors never add up to more
 than the parent's rate: a kill between any two operations leaves a valid tree.
@@ -16,9 +17,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kura_shaper.tenants.marks import ReservedClass
-from kura_shaper.tree.allot import Note
-from kura_shaper.tree.classifier import OUR_PRIORITIES
-from kura_shaper.tree.model import BpfMatch, FlowerMatch, FqCodel, FwMatch, Leaf, OtherQdisc
+from kura_shaper.tree.classifier import MARK_PRIORITY, OUR_PRIORITIES
+from kura_shaper.tree.model import BpfMatch, FlowerMatch, FqCodel, FwMatch, HtbQdisc, Leaf, OtherMatch, OtherQdisc
+from kura_shaper.tree.notes import Note, Weight
 from kura_shaper.tree.operations import (
     AddClass,
     AddRoot,
@@ -39,9 +40,34 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from kura_shaper.tree.build import Wanted
-    from kura_shaper.tree.model import Filter, Handle, HtbClass, HtbQdisc, Tree
+    from kura_shaper.tree.model import Filter, Handle, HtbClass, Tree
 
 _OUR_MINORS = frozenset(ReservedClass)
+# Roots that are brought back whole: they have no classes of their own, or only the device's queues.
+_CLASSLESS = frozenset(
+    {
+        "mq",
+        "fq",
+        "fq_codel",
+        "codel",
+        "cake",
+        "pfifo",
+        "bfifo",
+        "pfifo_fast",
+        "pfifo_head_drop",
+        "sfq",
+        "tbf",
+        "noqueue",
+        "netem",
+        "red",
+        "pie",
+        "fq_pie",
+        "choke",
+        "sfb",
+        "gred",
+        "etf",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +78,11 @@ class Plan:
     refusals: tuple[Refusal, ...] = ()
     notes: tuple[Note, ...] = ()
     unknown: str = ""
+
+    @property
+    def has_findings(self) -> bool:
+        """Whether something on the device is to be mended that no operation of ours may touch."""
+        return any(note.weight is Weight.FINDING for note in self.notes)
 
     @property
     def impact(self) -> Impact | None:
@@ -70,8 +101,8 @@ def plan(wanted: Wanted, actual: Snapshot | Unknown, permission: Permission = Pe
         return Plan(refusals=refusals, notes=wanted.notes)
     root_operations, base = _root(tree, actual)
     out = _outgoing(tree, base)
-    operations = (*root_operations, *_remove(base, out), *_shrink(tree, base, out), *_grow(tree, base, out))
-    return Plan(operations, notes=(*wanted.notes, *_foreign_notes(base, out)))
+    operations = (*root_operations, *_remove(tree, base, out), *_shrink(tree, base, out), *_grow(tree, base, out))
+    return Plan(operations, notes=(*wanted.notes, *_take_over_notes(tree, actual), *_foreign_notes(base, out)))
 
 
 def plan_removal(root: HtbQdisc, actual: Snapshot | Unknown) -> Plan:
@@ -84,8 +115,8 @@ def plan_removal(root: HtbQdisc, actual: Snapshot | Unknown) -> Plan:
     return Plan((DeleteRoot(root.handle),))
 
 
-def is_stale(classid: Handle) -> bool:
-    """Whether a class that nobody wants is ours to delete: minors that we hand out."""
+def has_minor_of_ours(classid: Handle) -> bool:
+    """Whether we hand out this class's minor, so that it is ours to delete when nobody wants it."""
     return classid.minor in _OUR_MINORS or classid.minor >= 0x100
 
 
@@ -111,13 +142,28 @@ class _Outgoing:
 def _outgoing(tree: Tree, actual: Snapshot) -> _Outgoing:
     classes = _leaving(tree, actual)
     wanted = {f.key: f for f in tree.filters}
-    ours = (f for f in actual.filters if f.priority in OUR_PRIORITIES)
-    return _Outgoing(frozenset(f for f in ours if _must_go(f, wanted.get(f.key), classes)), classes)
+    ours = [f for f in actual.filters if f.priority in OUR_PRIORITIES]
+    seized = {_place(f) for f in ours if isinstance(f.match, OtherMatch)}
+    return _Outgoing(
+        frozenset(f for f in ours if _place(f) in seized or _must_go(f, wanted.get(f.key), classes)), classes
+    )
 
 
-def _remove(actual: Snapshot, out: _Outgoing) -> Iterable[Operation]:
-    yield from (DeleteFilter(found) for found in actual.filters if found in out.filters)
-    yield from (DeleteClass(classid) for classid in reversed(_parents_first(actual.classes)) if classid in out.classes)
+def _place(found: Filter) -> Filter:
+    """Return what stands for all filters of a priority: one kind holds it, and it goes as a whole."""
+    return replace(found, handle=0, match=OtherMatch(""))
+
+
+def _remove(tree: Tree, actual: Snapshot, out: _Outgoing) -> Iterable[Operation]:
+    # Filters of other kinds may consist of parts that can't be taken away one by one (u32's hash tables).
+    seized = {_place(f): f for f in actual.filters if f in out.filters and isinstance(f.match, OtherMatch)}
+    yield from (DeleteFilter(replace(found, handle=0)) for found in seized.values())
+    yield from (DeleteFilter(f) for f in actual.filters if f in out.filters and _place(f) not in seized)
+    wanted = {c.classid for c in tree.classes}
+    for classid in reversed(_parents_first(actual.classes)):
+        if classid in out.classes:
+            # One that is only made anew elsewhere can't be waited for: its packets keep coming.
+            yield DeleteClass(classid, only_when_quiet=classid not in wanted)
 
 
 def _shrink(tree: Tree, actual: Snapshot, out: _Outgoing) -> Iterable[Operation]:
@@ -174,7 +220,7 @@ def _leaving(tree: Tree, actual: Snapshot) -> frozenset[Handle]:
     leaving: set[Handle] = set()
     for classid in _parents_first(actual.classes):
         parent = actual.classes[classid].parent
-        is_misplaced = is_stale(classid) and parents.get(classid) != parent
+        is_misplaced = has_minor_of_ours(classid) and parents.get(classid) != parent
         if is_misplaced or parent in leaving or parent in childless:
             leaving.add(classid)
     return frozenset(leaving)
@@ -222,16 +268,31 @@ def _parents_first(classes: Mapping[Handle, HtbClass]) -> list[Handle]:
     return sorted(classes, key=lambda classid: (depth(classid), classid))
 
 
+def _take_over_notes(tree: Tree, actual: Snapshot) -> Iterable[Note]:
+    """Say before a root of somebody else's is replaced what of it can't be brought back."""
+    root = actual.root
+    if root is None or is_ours(root, tree.root):
+        return
+    kind = "htb" if isinstance(root, HtbQdisc) else root.kind
+    if root.handle.major and kind not in _CLASSLESS:
+        message = f"{kind} {root.handle} goes: `uninstall` does not bring its classes and filters back; keep a copy"
+        yield Note("take-over", message)
+
+
 def _foreign_notes(actual: Snapshot, out: _Outgoing) -> Iterable[Note]:
     for classid in actual.classes:
-        if not is_stale(classid):
+        if not has_minor_of_ours(classid):
             goes = classid in out.classes
             fate = "goes, since its parent goes or must be a leaf" if goes else "was left alone"
             yield Note("foreign-class", f"class {classid} is not of our making and {fate}")
     for found in actual.filters:
         if found.priority not in OUR_PRIORITIES:
             message = f"filter prio {found.priority} on {found.parent} is not of our making and was left alone"
-            yield Note("foreign-filter", message)
+            if found.priority < MARK_PRIORITY:
+                message += "; it comes before ours and may take tenants' packets: find its owner"
+                yield Note("foreign-filter", message, weight=Weight.FINDING)
+            else:
+                yield Note("foreign-filter", message)
     for parent, leaf in actual.leaves.items():
-        if isinstance(leaf, OtherQdisc) and not is_stale(parent) and parent not in out.classes:
+        if isinstance(leaf, OtherQdisc) and not has_minor_of_ours(parent) and parent not in out.classes:
             yield Note("foreign-leaf", f"qdisc {leaf.kind} below {parent} is not of our making and was left alone")

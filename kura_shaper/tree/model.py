@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 from kura_shaper.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from kura_shaper.units import Rate
 
 # One tick of a tc bucket is 64 ns (include/net/pkt_sched.h: PSCHED_SHIFT 6).
@@ -89,7 +87,6 @@ class Device:
     gso_max_bytes: int = 65536
     tx_queue_len_packets: int = 1000
     tx_queues: int = 1
-    kind: str = ""
     is_loopback: bool = False
     is_up: bool = True
 
@@ -101,17 +98,24 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class HtbQdisc:
-    """An HTB qdisc. default_minor names the class of all that no filter matched."""
+    """An HTB qdisc. default_minor names the class of all that no filter matched.
+
+    has_size_table is never wanted: packets would be charged other than their size (man tc-stab).
+    """
 
     handle: Handle
     parent: Handle
     default_minor: int
     direct_qlen_packets: int
+    has_size_table: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class HtbClass:
-    """An HTB class: floor (HTB rate), ceil, their buckets in ticks of 64 ns, quantum, prio."""
+    """An HTB class: floor (HTB rate), ceil, their buckets in ticks of 64 ns, quantum, prio.
+
+    has_overhead is never wanted: packets would be charged other than their size.
+    """
 
     classid: Handle
     parent: Handle
@@ -121,6 +125,7 @@ class HtbClass:
     cburst_ticks: int
     quantum_bytes: int
     prio: int
+    has_overhead: bool = False
 
     @property
     def burst_bytes(self) -> int:
@@ -249,14 +254,13 @@ class Filter:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A whole wanted tree. Classes stand parents first. owners maps a minor to its name."""
+    """A whole wanted tree. Classes stand parents first."""
 
     shape: Shape
     root: HtbQdisc
     classes: tuple[HtbClass, ...]
     leaves: tuple[Leaf, ...]
     filters: tuple[Filter, ...]
-    owners: Mapping[int, str]
 
     def class_of(self, minor: int) -> HtbClass | None:
         """Return the class with this minor, if there is one."""

@@ -16,6 +16,7 @@ from kura_shaper.tree.build import Capabilities, TreeSettings, build, owners_of,
 from kura_shaper.tree.classifier import ClassifierKind
 from kura_shaper.tree.diff import plan
 from kura_shaper.tree.model import FwMatch, Handle, HostTraffic, HtbClass, Leaf, LeafKind, OtherQdisc, Shape
+from kura_shaper.tree.notes import Weight
 from kura_shaper.tree.preflight import Permission, is_ours
 from kura_shaper.tree.snapshot import ClassCounters
 from kura_shaper.units import Rate
@@ -95,7 +96,9 @@ def _drift(actual: Snapshot, document: TenantsDocument, budget: Rate | None) -> 
     except KuraShaperError as error:
         return (f"no tree for this document: {error}",)
     # A root that would have to be rebuilt is drift too, whoever may allow it.
-    return tuple(operation.describe() for operation in plan(wanted, actual, Permission.DISRUPTION).operations)
+    planned = plan(wanted, actual, Permission.DISRUPTION)
+    findings = (note.message for note in planned.notes if note.weight is Weight.FINDING)
+    return (*(operation.describe() for operation in planned.operations), *findings)
 
 
 def _in_use(actual: Snapshot) -> Capabilities:

@@ -87,14 +87,18 @@ class ChangeClass:
 
 @dataclass(frozen=True, slots=True)
 class DeleteClass:
-    """Remove a class and its leaf, once it is drained."""
+    """Remove a class and its leaf. One whose owner left stays for as long as it still sends:
+
+    without it its connections would count as host traffic, and lose their ceiling.
+    """
 
     classid: Handle
+    only_when_quiet: bool = True
     impact: Impact = Impact.LEAF_LOSS
 
     def describe(self) -> str:
         """Return the operation as one line."""
-        return f"delete class {self.classid}"
+        return f"delete class {self.classid}{' once it is quiet' if self.only_when_quiet else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +141,7 @@ class SetFilter:
 
 @dataclass(frozen=True, slots=True)
 class DeleteFilter:
-    """Remove a filter."""
+    """Remove a filter; handle 0 stands for all of its priority."""
 
     filter: Filter
     impact: Impact = Impact.HITLESS

@@ -6,6 +6,7 @@ trackers of other shapers and from measurements on real kernels.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kura_shaper.tree.model import Bfifo, Fq, FqCodel, HtbClass, LeafKind, ticks_of_bytes
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 # HTB refuses a rate of 0, so a tenant without a floor gets a trickle and borrows the rest.
 TRICKLE = Rate(1_000_000)
-# Below this a bucket of one GSO packet lasts longer than a minute.
+# At this a bucket of the largest GSO packet that a device may have lasts a minute.
 TRICKLE_MIN = Rate(62_500)
 # A class that never limits: nothing here may infer a cap from a link's speed, since a node's
 # public budget and its link are different things, and virtual devices report nonsense.
@@ -65,6 +66,16 @@ def htb_class(classid: Handle, parent: Handle, *, floor: Rate, ceil: Rate, prio:
         quantum_bytes=quantum_bytes(floor, device),
         prio=prio,
     )
+
+
+def inner_class(classid: Handle, parent: Handle, *, rate: Rate, device: Device) -> HtbClass:
+    """Return a class that only holds others: floor = ceil = rate.
+
+    Its quantum and prio are the same at every rate, since the kernel ignores a change of them
+    once the class has children (htb_change_class), and shows what it was made with.
+    """
+    spec = htb_class(classid, parent, floor=rate, ceil=rate, prio=0, device=device)
+    return replace(spec, quantum_bytes=_QUANTUM_MAX_BYTES)
 
 
 def leaf_parameters(kind: LeafKind, ceil: Rate, device: Device) -> FqCodel | Fq | Bfifo:

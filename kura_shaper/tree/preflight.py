@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Flag, auto
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,6 @@ class Refusal:
     code: str
     message: str
     remedy: str
-    tenant: str = field(default="")
 
     def __str__(self) -> str:
         return f"{self.message}; {self.remedy}"

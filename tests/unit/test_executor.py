@@ -1,4 +1,4 @@
-"""Operations are read back, classes are drained, and what was there before us comes back."""
+"""Operations are read back, classes that still send stay, and what was there before us comes back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kura_shaper.kernel.journal import Former, Journal
 from kura_shaper.tree.build import Wanted, root_qdisc
 from kura_shaper.tree.classifier import ClassifierKind
 from kura_shaper.tree.diff import plan
-from kura_shaper.tree.model import ROOT, Handle, LeafKind, OtherQdisc
+from kura_shaper.tree.model import ROOT, Handle, HostTraffic, LeafKind, OtherQdisc
 from kura_shaper.tree.operations import (
     AddClass,
     AddRoot,
@@ -61,6 +61,16 @@ class Wrapped:
 
     def one(self, operation: Operation) -> KernelRefusedError | None:
         return self.kernel.send([operation])[0]
+
+
+class Sending(Wrapped):
+    """Every class has sent one more packet at each reading."""
+
+    def snapshot(self) -> Snapshot | Unknown:
+        found = super().snapshot()
+        assert isinstance(found, Snapshot)
+        moved = {c: ClassCounters(sent_bytes=1500 * self.readings) for c in found.classes}
+        return replace(found, counters=moved)
 
 
 class Silent(Wrapped):
@@ -227,44 +237,70 @@ def test_what_can_not_be_read_back_is_unverified_and_a_root_of_that_kind_stops_t
 
 
 @pytest.mark.parametrize(
-    ("until_ns", "sent_at_ns"),
+    "until_ns",
     [
-        ({}, 0),
-        ({ACME_CLASS: 0}, 0),
-        ({ACME_CLASS: 50 * MS}, 60 * MS),
-        ({ACME_CLASS: 50 * MS, BETA_CLASS: 130 * MS}, 140 * MS),
+        {},
+        {ACME_CLASS: 0},
+        {ACME_CLASS: 50 * MS},
+        {ACME_CLASS: 50 * MS, BETA_CLASS: 130 * MS},
         # A class that stays may queue as much as it likes.
-        ({Handle(0x20, 2): 10**12}, 0),
-        # A queue that never empties is waited for two seconds, not longer.
-        ({ACME_CLASS: 10**12}, 2_000 * MS),
-        ({ACME_CLASS: 10**12, BETA_CLASS: 10**12}, 2_000 * MS),
+        {Handle(0x20, 2): 10**12},
     ],
 )
-def test_a_class_that_goes_is_drained_for_two_seconds_at_most(until_ns: dict[Handle, int], sent_at_ns: int) -> None:
+def test_a_class_whose_owner_left_goes_when_two_readings_show_it_quiet(until_ns: dict[Handle, int]) -> None:
     clock = FakeClock()
     control = Queueing(kernel_with(case(ACME, BETA).wanted()), clock, until_ns)
     operations = plan(case().wanted(), control.kernel.snapshot()).operations
     assert operations == (DeleteClass(BETA_CLASS), DeleteClass(ACME_CLASS))
     assert statuses(execute(operations, control, clock=clock)) == [Status.DONE] * 2
-    assert control.sent_at_ns == [sent_at_ns] * 2
+    # What has no counters is not there: nothing to wait for.
+    assert control.sent_at_ns == [200 * MS if until_ns.keys() & {ACME_CLASS, BETA_CLASS} else 0] * 2
 
 
-def test_many_classes_among_changes_are_drained_together_once() -> None:
+def test_one_that_still_sends_after_two_seconds_stays_and_the_quiet_one_goes() -> None:
+    clock = FakeClock()
+    control = Queueing(kernel_with(case(ACME, BETA).wanted()), clock, {ACME_CLASS: 10**12})
+    outcomes = execute([DeleteClass(BETA_CLASS), DeleteClass(ACME_CLASS)], control, clock=clock)
+    assert statuses(outcomes) == [Status.DONE, Status.BUSY]
+    assert "it still sends" in outcomes[1].detail
+    assert ACME_CLASS in control.kernel.snapshot().classes
+    assert clock.now_ns() == 2_000 * MS
+
+
+def test_one_that_sends_without_ever_queueing_stays_too() -> None:
+    clock = FakeClock()
+    control = Sending(kernel_with(case(ACME).wanted()))
+    assert statuses(execute([DeleteClass(ACME_CLASS)], control, clock=clock)) == [Status.BUSY]
+
+
+def test_one_that_is_made_anew_elsewhere_is_not_waited_for() -> None:
+    clock = FakeClock()
+    control = Sending(kernel_with(case(ACME).wanted()))
+    wanted = case(ACME, host_traffic=HostTraffic.INSIDE).wanted()
+    outcomes = execute(plan(wanted, control.kernel.snapshot()).operations, control, clock=clock)
+    assert set(statuses(outcomes)) == {Status.DONE}
+    assert_tree(control.kernel.snapshot(), wanted)
+    assert clock.now_ns() == 0
+
+
+def test_many_classes_among_changes_are_waited_for_together_once() -> None:
     many = [tenant(0x100 + number, "25M", "1G") for number in range(16)]
     smaller = [tenant(each.class_id, "10M", "500M") for each in many[::2]]
     clock = FakeClock()
     kernel = kernel_with(case(*many).wanted())
     control = Queueing(kernel, clock, dict.fromkeys(kernel.snapshot().classes, 10**12))
     wanted = case(*smaller).wanted()
-    execute(plan(wanted, kernel.snapshot()).operations, control, clock=clock)
-    assert_tree(kernel.snapshot(), wanted)
+    outcomes = execute(plan(wanted, kernel.snapshot()).operations, control, clock=clock)
+    assert statuses(outcomes).count(Status.BUSY) == 8
+    assert {c.classid for c in wanted.tree.classes} <= set(kernel.snapshot().classes)
     assert clock.now_ns() == 2_000 * MS
 
 
-def test_nobody_waits_on_a_queue_that_can_not_be_read() -> None:
+def test_nothing_is_deleted_by_what_can_not_be_read() -> None:
     clock = FakeClock()
     control = Blind(kernel_with(case(ACME).wanted()))
     assert statuses(execute([DeleteClass(ACME_CLASS)], control, clock=clock)) == [Status.UNVERIFIED]
+    assert ACME_CLASS in control.kernel.snapshot().classes
     assert clock.now_ns() == 0
 
 

@@ -71,6 +71,11 @@ def floors(acme: float, globex: float, initech: float, *, total: float) -> Point
     return point(Path.FLOORS, {name: steady(rate) for name, rate in rates.items()}, limit=BUDGET)
 
 
+def local(mbps: float, *, at_nic: float) -> Point:
+    """Path C."""
+    return point(Path.LOCAL, {"pod-0.rx": steady(mbps), NIC_TX: steady(at_nic)}, counter="pod-0.rx")
+
+
 HELD = point(Path.SHAPED, {NIC_TX: steady(199)}, limit=CEILING)
 
 
@@ -86,7 +91,9 @@ HELD = point(Path.SHAPED, {NIC_TX: steady(199)}, limit=CEILING)
         (point(Path.SHAPED, {NIC_TX: steady(199)}, limit=CEILING, failures=1), {"streams-broke"}),
         (point(Path.BYPASS, {NIC_TX: steady(900)}), set()),
         (point(Path.BYPASS, {NIC_TX: steady(299)}), {"bypass-not-shown"}),
-        (point(Path.LOCAL, {"pod-0.rx": steady(9000)}, counter="pod-0.rx"), set()),
+        (local(9000, at_nic=0), set()),
+        (local(0, at_nic=0), {"local-not-shown"}),
+        (local(9000, at_nic=100), {"local-at-nic"}),
         (floors(120, 300, 180, total=600), set()),
         (floors(40, 380, 180, total=600), {"floor-violated"}),
         (floors(60, 260, 105, total=425), {"budget-not-used"}),
@@ -135,6 +142,10 @@ def test_the_html_needs_no_network_and_shows_every_scenario() -> None:
     assert "<link" not in own
     for words in ("Today:", "Shaped:", "Floors: acme", "Floors: the device", "199.0"):
         assert words in own
+
+
+def test_a_run_that_measured_nothing_does_not_pass() -> None:
+    assert make_report(SETTINGS, TENANTS, []).verdict == "fail"
 
 
 def test_the_table_has_a_line_for_each_point_and_each_tenant_of_the_floors() -> None:

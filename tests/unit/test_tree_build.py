@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from strategies import ETH0, Case, case, cases, document, tenant
 
 from kura_shaper.errors import RefusedError, UsageError
-from kura_shaper.tree.build import Capabilities, ShapeChoice, TreeSettings, build
+from kura_shaper.tree.build import Capabilities, ShapeChoice, TreeSettings, build, owners_of
 from kura_shaper.tree.classifier import ClassifierKind
 from kura_shaper.tree.model import BpfMatch, FlowerMatch, FwMatch, Handle, HostTraffic, LeafKind, Shape
 from kura_shaper.units import Rate
@@ -68,7 +68,7 @@ def test_a_tree_knows_its_root_its_default_and_its_owners() -> None:
     tree = FLEET.wanted().tree
     assert tree.shape is Shape.SINGLE
     assert (str(tree.root.handle), tree.root.default_minor, tree.root.direct_qlen_packets) == ("20:", 2, 1000)
-    assert tree.owners == {
+    assert owners_of(FLEET.document) == {
         1: "root",
         2: "host",
         3: "budget",

@@ -89,7 +89,7 @@ def test_the_settings_of_a_tree_are_read_from_the_tree(made: Case) -> None:
 def test_a_tenant_that_came_or_went_or_changed_is_drift() -> None:
     kernel = kernel_with(case(ACME).wanted())
     assert [line[:16] for line in drift(kernel)] == ["add class 20:2b0", "set leaf of 20:2"]
-    assert drift(kernel_with(FLEET.wanted()), case(ACME)) == ("delete class 20:2b0",)
+    assert drift(kernel_with(FLEET.wanted()), case(ACME)) == ("delete class 20:2b0 once it is quiet",)
     raised = case(tenant(0x2A7, "25M", "1G"), BETA)
     assert [line[:19] for line in drift(kernel_with(FLEET.wanted()), raised)] == [
         "change class 20:2a7",

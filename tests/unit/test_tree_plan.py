@@ -113,7 +113,7 @@ def test_a_tenant_that_goes_loses_its_filter_first() -> None:
     assert shape_of(found) == [("DeleteFilter", "hitless"), ("DeleteClass", "leaf-loss")]
     assert lines(found) == [
         "delete filter prio 100 on 20:: fw mark 0x2a70000/0xffff0000 to 20:2a7",
-        "delete class 20:2a7",
+        "delete class 20:2a7 once it is quiet",
     ]
 
 
@@ -128,7 +128,11 @@ def test_children_are_deleted_before_their_parents() -> None:
         ]
     )
     found = plan(case(ACME).wanted(), kernel.snapshot())
-    assert lines(found) == ["delete class 20:400", "delete class 20:200", "delete class 20:300"]
+    assert lines(found) == [
+        "delete class 20:400 once it is quiet",
+        "delete class 20:200 once it is quiet",
+        "delete class 20:300 once it is quiet",
+    ]
 
 
 def test_all_that_goes_goes_in_one_run_so_that_it_is_drained_once() -> None:
@@ -287,7 +291,7 @@ def test_a_stale_class_goes_and_a_foreign_one_stays_and_is_noted() -> None:
     spec = kernel._classes[Handle(0x20, 0x2A7)]
     kernel.send([AddClass(replace(spec, classid=Handle(0x20, minor))) for minor in (0x2B0, 0x42)])
     found = plan(wanted, kernel.snapshot())
-    assert lines(found) == ["delete class 20:2b0"]
+    assert lines(found) == ["delete class 20:2b0 once it is quiet"]
     assert notes_of(found) == [
         ("foreign-class", "class 20:42 is not of our making and was left alone"),
         ("foreign-leaf", "qdisc pfifo below 20:42 is not of our making and was left alone"),
@@ -312,7 +316,10 @@ def test_a_foreign_class_below_one_that_goes_goes_first() -> None:
     kernel = kernel_with(case(ACME, BETA).wanted())
     spec = kernel._classes[BETA_CLASS]
     kernel.send([AddClass(replace(spec, classid=Handle(0x20, 0x42), parent=BETA_CLASS))])
-    assert lines(plan(wanted, kernel.snapshot())) == ["delete class 20:42", "delete class 20:2b0"]
+    assert lines(plan(wanted, kernel.snapshot())) == [
+        "delete class 20:42 once it is quiet",
+        "delete class 20:2b0 once it is quiet",
+    ]
     bring(kernel, wanted)
 
 
@@ -323,7 +330,15 @@ def test_a_filter_at_a_priority_of_ours_goes_and_any_other_stays_and_is_noted() 
     kernel.send([SetFilter(in_the_way), SetFilter(FOREIGN_FILTER)])
     found = plan(wanted, kernel.snapshot())
     assert lines(found) == ["delete filter prio 110 on 20:: matchall"]
-    assert notes_of(found) == [("foreign-filter", "filter prio 50 on 20: is not of our making and was left alone")]
+    assert notes_of(found) == [
+        (
+            "foreign-filter",
+            (
+                "filter prio 50 on 20: is not of our making and was left alone"
+                "; it comes before ours and may take tenants' packets: find its owner"
+            ),
+        )
+    ]
 
 
 def test_a_root_of_ours_with_other_parameters_is_rebuilt_only_when_that_is_allowed() -> None:
@@ -408,7 +423,7 @@ LEAF = case(ACME, leaf=LeafKind.BFIFO).wanted().tree.leaves[-1]
             Impact.HITLESS,
             "change class 20:2a7 parent 20:3 floor 25M ceil 500M burst 65536b cburst 65536b quantum 60000b prio 1",
         ),
-        (DeleteClass(SPEC.classid), Impact.LEAF_LOSS, "delete class 20:2a7"),
+        (DeleteClass(SPEC.classid), Impact.LEAF_LOSS, "delete class 20:2a7 once it is quiet"),
         (DeleteLeaf(SPEC.classid, Handle(0x2A7)), Impact.LEAF_LOSS, "delete leaf 2a7: of 20:2a7"),
         (SetLeaf(LEAF), Impact.HITLESS, "set leaf of 20:2a7 to bfifo limit 3125000b"),
         (
@@ -431,3 +446,50 @@ def test_an_operation_says_what_it_does_and_what_it_costs(
 ) -> None:
     assert operation.impact is impact
     assert operation.describe() == line
+
+
+def test_a_budget_that_crosses_every_bound_changes_inner_classes_only_in_what_the_kernel_takes() -> None:
+    # Of a class with children the kernel ignores quantum and prio, so a plan that asked for them never ended.
+    for before, after in (("4M", "3G"), ("3G", "4M")):
+        found = from_to(case(ACME, budget=before), case(ACME, budget=after))
+        inner = [op.spec for op in found.operations if isinstance(op, ChangeClass) and op.spec.classid.minor == 3]
+        assert {(spec.quantum_bytes, spec.prio) for spec in inner} == {(60_000, 0)}
+
+
+def test_a_class_whose_owner_left_waits_until_it_is_quiet_and_one_that_moves_does_not() -> None:
+    left = from_to(case(ACME, BETA), case(ACME))
+    assert [op.only_when_quiet for op in left.operations if isinstance(op, DeleteClass)] == [True]
+    moved = from_to(case(ACME), case(ACME, host_traffic=HostTraffic.INSIDE))
+    assert [op.only_when_quiet for op in moved.operations if isinstance(op, DeleteClass)] == [False]
+
+
+@pytest.mark.parametrize(("priority", "is_finding"), [(1, True), (50, True), (120, False)])
+def test_a_foreign_filter_is_a_finding_when_it_comes_before_ours(priority: int, *, is_finding: bool) -> None:
+    wanted = case(ACME).wanted()
+    kernel = kernel_with(wanted)
+    kernel.send([SetFilter(replace(FOREIGN_FILTER, priority=priority))])
+    found = plan(wanted, kernel.snapshot())
+    assert (found.operations, found.has_findings) == ((), is_finding)
+
+
+@pytest.mark.parametrize(
+    ("root", "is_said"),
+    [
+        (OtherQdisc("prio", Handle(7), ROOT), True),
+        (HtbQdisc(Handle(7), ROOT, 1, 1000), True),
+        (OtherQdisc("mq", Handle(7), ROOT), False),
+        (OtherQdisc("fq", Handle(7), ROOT), False),
+        (OtherQdisc("pfifo_fast", Handle(0), ROOT), False),
+    ],
+)
+def test_what_a_take_over_can_not_bring_back_is_said_before_it_goes(
+    root: HtbQdisc | OtherQdisc, *, is_said: bool
+) -> None:
+    actual = Snapshot(device=ETH0, root=root)
+    found = plan(case(ACME).wanted(), actual, Permission.TAKE_OVER)
+    assert ("take-over" in {note.code for note in found.notes}) is is_said
+
+
+def test_a_device_without_a_queue_length_is_noted() -> None:
+    device = replace(ETH0, tx_queue_len_packets=0)
+    assert "txqueuelen-0" in {note.code for note in replace(case(ACME), device=device).wanted().notes}

@@ -1,0 +1,301 @@
+"""What it costs to program and to read a tree, beside tc and the general netlink library.
+
+Every run has a network namespace of its own, which vanishes with it, and a veth that is up,
+since grafting a root on a device that is down costs nothing of what it costs on a node.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from measurement import Measurement, SkippedError, best_in_turns
+from pyroute2 import IPRoute
+
+from kura_shaper.clock import SystemClock
+from kura_shaper.kernel.client import TcClient
+from kura_shaper.kernel.device import KernelTrafficControl
+from kura_shaper.kernel.errors import KernelRefusedError
+from kura_shaper.kernel.links import read_device
+from kura_shaper.kernel.netns import in_new_namespace
+from kura_shaper.kernel.plugins import register
+from kura_shaper.kernel.probe import probe
+from kura_shaper.tenants.document import Tenant, TenantsDocument
+from kura_shaper.tree.build import Capabilities, TreeSettings, build
+from kura_shaper.tree.diff import plan
+from kura_shaper.tree.model import Bfifo, BpfMatch, Device, Fq, FqCodel, Handle, HtbClass, Leaf
+from kura_shaper.tree.operations import AddClass, AddRoot, ChangeClass, Operation, SetFilter, SetLeaf
+from kura_shaper.tree.snapshot import Snapshot
+from kura_shaper.units import Rate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_T = TypeVar("_T")
+NIC = "nic0"
+# A node of the largest kind, so that a tree of 10,000 still has a trickle for each.
+BUDGET, CEILING, FIRST_CLASS = Rate.parse("40G"), Rate.parse("1500M"), 0x100
+CHANGES = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A fresh device in a fresh namespace, and the operations that make a tree on it."""
+
+    device: Device
+    operations: tuple[Operation, ...]
+    client: TcClient
+
+    def program(self) -> None:
+        """Make the tree."""
+        refused = [error for error in self.client.send(self.operations, self.device.ifindex) if error]
+        if refused:
+            raise refused[0]
+
+    def read(self) -> Snapshot:
+        """Return what is there."""
+        found = KernelTrafficControl(self.client, self.device, clock=SystemClock()).snapshot()
+        if not isinstance(found, Snapshot):
+            raise SkippedError(found.reason)
+        return found
+
+
+def program(tenants: int, runs: int) -> Iterator[Measurement]:
+    """From an empty device to a whole tree: root, classes, leaves, classifier."""
+    name = f"program-{tenants}"
+    require_privilege()
+    require("tc")
+
+    def ours() -> float:
+        return on_stage(tenants, lambda stage: timed(stage.program))
+
+    def ours_read_back() -> float:
+        def work(stage: Stage) -> None:
+            stage.program()
+            stage.read()
+
+        return on_stage(tenants, lambda stage: timed(lambda: work(stage)))
+
+    def peer() -> float:
+        return on_stage(tenants, lambda stage: with_batch(stage, run_batch))
+
+    check_same_tree(min(tenants, 100))
+    mine, read_back, theirs = best_in_turns(name, runs, ours, ours_read_back, peer)
+    note = f"sent and acknowledged; {read_back:.3g} s ({read_back / theirs:.2f}) with every operation read back"
+    yield Measurement(name, mine, theirs, "tc -batch, the whole process", "s", note)
+
+
+def change_one() -> Iterator[Measurement]:
+    """One class of a thousand gets another ceiling."""
+    name = "change-one"
+    require_privilege()
+    require("tc")
+    mine, process, library = on_stage(1_000, lambda stage: time_changes(name, stage))
+    note = f"the best of {CHANGES} on a tree of 1000"
+    yield Measurement(name, mine, process, "one tc process", "ms", note)
+    yield Measurement(name, mine, library, "pyroute2", "ms", note)
+
+
+def time_changes(name: str, stage: Stage) -> list[float]:
+    """Return the milliseconds that a change takes us, a process of tc, and the library."""
+    stage.program()
+    spec = next(op.spec for op in stage.operations if isinstance(op, AddClass) and op.spec.classid.minor == FIRST_CLASS)
+    change, line = ChangeClass(spec), ["tc", *class_line("change", spec).split()]
+    rates = {"rate": spec.floor.bytes_per_second, "ceil": spec.ceil.bytes_per_second}
+    buckets = {"burst": spec.burst_bytes, "cburst": spec.cburst_bytes, "quantum": spec.quantum_bytes}
+    target = {"index": stage.device.ifindex, "handle": spec.classid.u32, "parent": spec.parent.u32}
+    with IPRoute() as ip:
+        contenders: list[Callable[[], float]] = [
+            lambda: timed(lambda: stage.client.send([change], stage.device.ifindex)) * 1_000,
+            lambda: timed(lambda: subprocess.run(line, check=True)) * 1_000,
+            lambda: timed(lambda: ip.tc("change-class", "htb", **target, **rates, **buckets)) * 1_000,
+        ]
+        return best_in_turns(name, CHANGES, *contenders)
+
+
+def dump(tenants: int, runs: int) -> Iterator[Measurement]:
+    """Read a whole tree: qdiscs, classes with their counters, filters."""
+    name = f"dump-{tenants}"
+    require_privilege()
+
+    def both(stage: Stage) -> list[float]:
+        stage.program()
+        register()
+        with IPRoute() as ip:
+
+            def library() -> None:
+                index = stage.device.ifindex
+                for found in (ip.get_qdiscs(index), ip.get_classes(index), ip.get_filters(index)):
+                    list(found)
+
+            return best_in_turns(name, runs, lambda: timed(stage.read), lambda: timed(library))
+
+    mine, theirs = on_stage(tenants, both)
+    yield Measurement(name, mine, theirs, "pyroute2", "s", "qdiscs, classes with counters, filters, decoded")
+
+
+def on_stage(tenants: int, work: Callable[[Stage], _T]) -> _T:
+    """Return work(stage) in a namespace of its own; nothing of it is left afterwards."""
+
+    def run() -> _T:
+        with fresh_nic() as device, TcClient() as client:
+            return work(Stage(device, operations_for(tenants, device), client))
+
+    return in_new_namespace(run)
+
+
+@contextmanager
+def fresh_nic() -> Iterator[Device]:
+    """Make a veth that is up; take it away at once, so that its end is no part of the next run."""
+    with IPRoute() as ip:
+        ip.link("add", ifname=NIC, kind="veth", peer={"ifname": "up0"}, num_tx_queues=4)
+        for name in (NIC, "up0"):
+            (index,) = ip.link_lookup(ifname=name)
+            ip.link("set", index=index, state="up")
+        try:
+            yield read_device(NIC)
+        finally:
+            ip.link("del", ifname=NIC)
+
+
+def operations_for(tenants: int, device: Device) -> tuple[Operation, ...]:
+    """Return what makes a tree of so many tenants on an empty device."""
+    document = TenantsDocument(
+        "bench",
+        tuple(Tenant(f"t{n}", FIRST_CLASS + n, Rate(0), CEILING) for n in range(tenants)),
+    )
+    wanted = build(document, device, settings=TreeSettings(BUDGET), capabilities=capabilities())
+    return plan(wanted, Snapshot(device=device, root=None)).operations
+
+
+@lru_cache(maxsize=1)
+def capabilities() -> Capabilities:
+    """Return what this kernel accepts."""
+    return probe()
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Return the seconds that work takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def require_privilege() -> None:
+    """Raise SkippedError where no network namespace can be made."""
+    if os.geteuid() != 0:
+        raise SkippedError("needs root")
+    try:
+        in_new_namespace(lambda: None)
+    except KernelRefusedError as error:
+        raise SkippedError(error.message) from error
+
+
+def require(command: str) -> None:
+    """Raise SkippedError where a command is missing."""
+    if shutil.which(command) is None:
+        raise SkippedError(f"needs {command}")
+
+
+# The peer: the same tree as a file for tc -batch.
+
+
+def run_batch(file: Path) -> float:
+    """Return the seconds that tc takes from its start to its end."""
+    return timed(lambda: subprocess.run(["tc", "-batch", str(file)], check=True))
+
+
+def with_batch(stage: Stage, work: Callable[[Path], _T]) -> _T:
+    """Return work(a file for `tc -batch` that makes the stage's tree)."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "tree"
+        file.write_text("".join(f"{batch_line(operation)}\n" for operation in stage.operations))
+        return work(file)
+
+
+def batch_line(operation: Operation) -> str:
+    """Return an operation as a line for tc."""
+    match operation:
+        case AddRoot(qdisc):
+            options = f"default {qdisc.default_minor:x} direct_qlen {qdisc.direct_qlen_packets}"
+            return f"qdisc add dev {NIC} root handle {qdisc.handle} htb {options}"
+        case AddClass(spec):
+            return class_line("add", spec)
+        case SetLeaf(leaf):
+            return f"qdisc add dev {NIC} parent {leaf.parent} handle {leaf.handle} {leaf_words(leaf)}"
+        case SetFilter(filter_) if isinstance(filter_.match, BpfMatch):
+            code = ",".join(" ".join(map(str, line)) for line in filter_.match.instructions)
+            code = f"{len(filter_.match.instructions)},{code}"
+            key = f"parent {filter_.parent} prio {filter_.priority} handle {filter_.handle:x} protocol all"
+            return f"filter add dev {NIC} {key} bpf bytecode '{code}'"
+    raise SkippedError(f"tc has no line for: {operation.describe()}")
+
+
+def class_line(verb: str, spec: HtbClass) -> str:
+    """Return a class as a line for tc."""
+    rates = f"rate {spec.floor.bits_per_second}bit ceil {spec.ceil.bits_per_second}bit"
+    buckets = f"burst {spec.burst_bytes}b cburst {spec.cburst_bytes}b"
+    where = f"parent {spec.parent} classid {spec.classid}"
+    return f"class {verb} dev {NIC} {where} htb {rates} {buckets} quantum {spec.quantum_bytes} prio {spec.prio}"
+
+
+def leaf_words(leaf: Leaf) -> str:
+    """Return a leaf's kind and parameters as tc has them."""
+    match leaf.parameters:
+        case Bfifo(limit_bytes):
+            return f"bfifo limit {limit_bytes}b"
+        case FqCodel() as p:
+            times = f"target {p.target_us}us interval {p.interval_us}us"
+            sizes = f"limit {p.limit_packets} flows {p.flows} quantum {p.quantum_bytes}"
+            return f"fq_codel {sizes} {times} memory_limit {p.memory_limit_bytes}b {'ecn' if p.ecn else 'noecn'}"
+        case Fq() as p:
+            quanta = f"quantum {p.quantum_bytes} initial_quantum {p.initial_quantum_bytes}"
+            drop = "horizon_drop" if p.horizon_drop else "horizon_cap"
+            limits = f"limit {p.limit_packets} flow_limit {p.flow_limit_packets}"
+            return f"fq {limits} {quanta} horizon {p.horizon_us}us {drop}"
+
+
+def check_same_tree(tenants: int) -> None:
+    """Raise SkippedError when the peer would make another tree: then a comparison means nothing."""
+
+    def ours(stage: Stage) -> dict[str, Any]:
+        stage.program()
+        return essence(stage.read())
+
+    def theirs(stage: Stage) -> dict[str, Any]:
+        with_batch(stage, run_batch)
+        return essence(stage.read())
+
+    if on_stage(tenants, ours) != on_stage(tenants, theirs):
+        raise SkippedError("tc makes another tree of the same operations")
+
+
+def essence(found: Snapshot) -> dict[str, Any]:
+    """Return all of a tree but the bucket sizes, which tc rounds to whole microseconds."""
+
+    def of_class(spec: HtbClass) -> tuple[Handle, Rate, Rate, int, int]:
+        return (spec.parent, spec.floor, spec.ceil, spec.quantum_bytes, spec.prio)
+
+    return {
+        "root": found.root,
+        "classes": {classid: of_class(spec) for classid, spec in found.classes.items()},
+        "leaves": dict(found.leaves),
+        "filters": found.filters,
+    }
+
+
+BENCHMARKS: dict[str, Callable[[], Iterator[Measurement]]] = {
+    "program-1000": lambda: program(1_000, runs=9),
+    "program-10000": lambda: program(10_000, runs=3),
+    "change-one": change_one,
+    "dump-1000": lambda: dump(1_000, runs=9),
+    "dump-10000": lambda: dump(10_000, runs=3),
+}

@@ -1,0 +1,123 @@
+"""Changing rates while a tenant sends at its ceiling interrupts nobody (case G1)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+from kernel_traffic import WORLD, listener, set_mark, total_retransmits
+from kernel_trees import ACME, MBIT, ZETA, differences, tenant, wanted
+
+from kura_shaper.tree.build import Capabilities
+from kura_shaper.tree.diff import plan
+from kura_shaper.tree.model import LeafKind
+from kura_shaper.tree.operations import ChangeClass
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from conftest import Network
+
+pytestmark = pytest.mark.privileged
+
+_PR_SET_PDEATHSIG, _SO_SNDBUFFORCE = 1, 32
+CHANGES, CONNECTIONS, SENT_BYTES = 1_000, 4, 12_000_000
+CEILINGS = (200 * MBIT, 220 * MBIT)
+
+
+@contextmanager
+def sending_without_end(network: Network, mark: int) -> Iterator[list[socket.socket]]:
+    """Send from the node over several connections, as fast as the class lets, until the end of the block."""
+    with ExitStack() as stack:
+        with network.in_world():
+            accepting = stack.enter_context(listener(socket.AF_INET, WORLD[socket.AF_INET]))
+        senders, receivers = [], []
+        for _ in range(CONNECTIONS):
+            sender = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            set_mark(sender, mark)
+            # Enough that the queue never runs dry when the sending process has to wait for a processor.
+            sender.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, 8_000_000)
+            sender.connect(accepting.getsockname())
+            senders.append(sender)
+            receivers.append(stack.enter_context(accepting.accept()[0]))
+        # Processes, since as threads they would stop whenever this one computes.
+        stack.enter_context(in_process(lambda: pump(senders)))
+        stack.enter_context(in_process(lambda: drain(receivers)))
+        yield senders
+
+
+@contextmanager
+def in_process(work: Callable[[], None]) -> Iterator[None]:
+    """Do some work in a child until the end of the block; it dies with this process too."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() == parent:
+                work()
+        finally:
+            os._exit(0)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def pump(senders: list[socket.socket]) -> None:
+    data = bytes(1 << 18)
+    while True:
+        for sender in senders:
+            sender.sendall(data)
+
+
+def drain(receivers: list[socket.socket]) -> None:
+    while True:
+        for receiver in receivers:
+            receiver.recv(1 << 20)
+
+
+def backlog_of(network: Network) -> int:
+    return network.read().counters[ACME].backlog_bytes
+
+
+def test_a_thousand_changes_keep_the_queue_lose_no_packet_and_resend_none(
+    network: Network, capabilities: Capabilities
+) -> None:
+    # A leaf that drops nothing by itself: fq_codel does, whenever its queue stands.
+    plain = Capabilities(frozenset({LeafKind.BFIFO}), capabilities.classifiers)
+    trees = [
+        wanted(network.device, plain, tenant(ACME, ceiling=ceiling), tenant(ZETA), budget=ceiling)
+        for ceiling in CEILINGS
+    ]
+    client, ifindex = network.client(), network.device.ifindex
+    assert not any(client.send(plan(trees[0], network.read()).operations, ifindex))
+    there_and_back = [
+        [ChangeClass(spec) for spec in (trees[to].tree.class_of(c.minor) for c in (ACME, ZETA)) if spec]
+        for to in (1, 0)
+    ]
+    with sending_without_end(network, ACME.minor << 16) as senders:
+        while backlog_of(network) < 50_000:
+            pass
+        before = after = network.read().counters[ACME]
+        resent_before = sum(map(total_retransmits, senders))
+        changes = empty = 0
+        # Long enough that what a change had lost would have been sent again by now.
+        while changes < CHANGES or after.sent_bytes - before.sent_bytes < SENT_BYTES:
+            for operations in there_and_back:
+                assert client.send(operations, ifindex) == [None, None]
+            changes += 2
+            if changes % 50 == 0:
+                after = network.read().counters[ACME]
+                empty += after.backlog_bytes == 0
+        resent = sum(map(total_retransmits, senders)) - resent_before
+    assert empty == 0
+    assert after.dropped_packets == before.dropped_packets == 0
+    assert resent == 0
+    assert differences(trees[0], network.read()) == []
