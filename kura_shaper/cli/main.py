@@ -6,14 +6,16 @@ gateway or the cluster refused; 4 the state could not be read.
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from typing import Annotated
 
 import typer
 
 from kura_shaper import __version__
 from kura_shaper.cli import gateway, lab, tenants, tree
-from kura_shaper.errors import KuraShaperError
+from kura_shaper.errors import KuraShaperError, StateUnknownError
 from kura_shaper.log import LogFormat, LogLevel, configure
 
 app = typer.Typer(
@@ -46,7 +48,7 @@ def _common(
     ] = LogFormat.TEXT,
     log_level: Annotated[
         LogLevel, typer.Option(help="The least severe level to log.", envvar="KURA_SHAPER_LOG_LEVEL")
-    ] = LogLevel.INFO,
+    ] = LogLevel.WARNING,
 ) -> None:
     configure(log_format, log_level)
 
@@ -59,6 +61,13 @@ def run() -> None:
         sys.stderr.write(f"kura-shaper: error[{error.code}]: {error}\n")
         sys.exit(error.exit_code)
     except BrokenPipeError:
-        # The reader has seen enough, e.g. `kura-shaper status | head`.
-        sys.stderr.close()
+        # The reader has seen enough, e.g. `kura-shaper status | head`. What is still buffered has no place to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except Exception:
+        # A fault of ours says nothing about the device, so it must not look like "differences".
+        traceback.print_exc()
+        sys.stderr.write(
+            "kura-shaper: error[internal]: this is a fault of kura-shaper; please report the lines above\n"
+        )
+        sys.exit(StateUnknownError.exit_code)

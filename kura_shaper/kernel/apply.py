@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kura_shaper.kernel.executor import Outcome, Status, execute
 from kura_shaper.kernel.journal import Former, Journal
+from kura_shaper.log import event
 from kura_shaper.tree.diff import Plan, plan, plan_removal
 from kura_shaper.tree.model import ROOT, HtbQdisc, OtherQdisc
 from kura_shaper.tree.notes import Note
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from kura_shaper.clock import Clock
     from kura_shaper.kernel.device import TrafficControl
     from kura_shaper.tree.build import Wanted
+
+_log = logging.getLogger(__name__)
 
 # What hangs below these has its place by itself; elsewhere it hung on a class, and classes are not kept.
 _CLASSLESS_PARENTS = frozenset({"mq"})
@@ -53,7 +58,9 @@ def apply_tree(
     planned = plan(wanted, actual, permission)
     if isinstance(actual, Snapshot) and any(isinstance(op, AddRoot) for op in planned.operations):
         _keep_former(actual, wanted, journal)
-    return Applied(planned, execute(planned.operations, control, clock=clock))
+    applied = Applied(planned, execute(planned.operations, control, clock=clock))
+    _log_outcome("tree_applied", applied, actual)
+    return applied
 
 
 def remove_tree(root: HtbQdisc, control: TrafficControl, journal: Journal, *, clock: Clock) -> Applied:
@@ -71,7 +78,18 @@ def remove_tree(root: HtbQdisc, control: TrafficControl, journal: Journal, *, cl
     applied = Applied(planned, execute(planned.operations, control, clock=clock))
     if applied.exit_code == 0:
         journal.remove()
+    _log_outcome("tree_removed", applied, actual)
     return applied
+
+
+def _log_outcome(name: str, applied: Applied, actual: Snapshot | Unknown) -> None:
+    """Log what changed; a run that found nothing to do is silent."""
+    if not applied.outcomes:
+        return
+    count = Counter(outcome.status.value for outcome in applied.outcomes)
+    device = actual.device.name if isinstance(actual, Snapshot) else ""
+    level = logging.INFO if set(count) <= {Status.DONE, Status.BUSY} else logging.ERROR
+    event(_log, name, level=level, device=device, impact=applied.plan.impact, **count)
 
 
 def _keep_former(actual: Snapshot, wanted: Wanted, journal: Journal) -> None:

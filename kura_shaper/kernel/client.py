@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 from kura_shaper.errors import StateUnknownError
 from kura_shaper.kernel import wire
 from kura_shaper.kernel.errors import KernelRefusedError, refusal
+from kura_shaper.tree.operations import SetLeaf
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -75,8 +76,7 @@ class TcClient:
         None is no proof: the caller reads the tree back.
         """
         outcomes: list[KernelRefusedError | None] = []
-        for start in range(0, len(operations), _BATCH_MESSAGES):
-            batch = operations[start : start + _BATCH_MESSAGES]
+        for batch in _batches(operations):
             refused = self._transact([wire.encode(operation, ifindex) for operation in batch])
             outcomes += [
                 refusal(*refused[at], doing=operation.describe()) if at in refused else None
@@ -87,7 +87,10 @@ class TcClient:
     def _transact(self, messages: Sequence[bytes]) -> dict[int, tuple[int, str]]:
         """Send messages at once; return (errno, words) by position of those refused."""
         first, last = self._take_numbers(len(messages))
-        self._socket.send(_numbered(messages, first, flags_of_last=wire.Flags.ACK))
+        try:
+            self._socket.send(_numbered(messages, first, flags_of_last=wire.Flags.ACK))
+        except OSError as error:
+            raise StateUnknownError(f"a message can't be sent: {os.strerror(error.errno or 0)}") from error
         refused: dict[int, tuple[int, str]] = {}
         while True:
             try:
@@ -169,6 +172,20 @@ class TcClient:
         if flags & socket.MSG_TRUNC:
             raise StateUnknownError("a netlink answer is larger than the buffer")
         return memoryview(self._buffer)[:size]
+
+
+def _batches(operations: Sequence[Operation]) -> Iterator[Sequence[Operation]]:
+    """Cut operations into sends. A class and its leaf are never parted.
+
+    The kernel works through a send whatever becomes of us, so nothing can come between the two.
+    """
+    start = 0
+    while start < len(operations):
+        end = start + _BATCH_MESSAGES
+        if end < len(operations) and isinstance(operations[end], SetLeaf):
+            end += 1
+        yield operations[start:end]
+        start = end
 
 
 def _numbered(messages: Sequence[bytes], first: int, *, flags_of_last: int = 0) -> bytearray:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kura_shaper.errors import RefusedError, StateUnknownError
+from kura_shaper.errors import RefusedError, StateUnknownError, UsageError
 from kura_shaper.tree.model import Handle, OtherQdisc
 
 if TYPE_CHECKING:
@@ -45,12 +45,14 @@ class Former:
 
 
 class Journal:
-    """The journal of one device below a state directory."""
+    """The journal of one device below a state directory. path is the file."""
 
     def __init__(self, directory: Path, device: Device) -> None:
-        self._path = directory / f"{device.name}.json"
-        self._lock_path = directory / f"{device.name}.lock"
         self._identity = _identity(device)
+        # Devices of other network namespaces may have the same name.
+        stem = f"{device.name}.{self._identity['network_namespace']}"
+        self.path = directory / f"{stem}.json"
+        self._lock_path = directory / f"{stem}.lock"
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -77,20 +79,20 @@ class Journal:
             {"version": _VERSION, **self._identity, "qdiscs": [_to_json(q) for q in former.qdiscs]}, indent=1
         )
         try:
-            with tempfile.NamedTemporaryFile("w", dir=self._path.parent, prefix=".journal-", delete=False) as file:
+            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, prefix=".journal-", delete=False) as file:
                 temporary = Path(file.name)
                 try:
                     file.write(content + "\n")
                     file.flush()
                     os.fsync(file.fileno())
-                    temporary.replace(self._path)
+                    temporary.replace(self.path)
                 except BaseException:
                     temporary.unlink(missing_ok=True)
                     raise
-            _sync_directory(self._path.parent)
+            _sync_directory(self.path.parent)
         except OSError as error:
             raise RefusedError(
-                f"the journal {self._path} can't be written: {error.strerror}", remedy="nothing was changed"
+                f"the journal {self.path} can't be written: {error.strerror}", remedy="nothing was changed"
             ) from error
 
     def read(self) -> Former | None:
@@ -99,20 +101,20 @@ class Journal:
         Raises StateUnknownError when the journal is damaged.
         """
         try:
-            content = json.loads(self._path.read_text())
+            content = json.loads(self.path.read_text())
             if content.get("version") != _VERSION or any(content.get(k) != v for k, v in self._identity.items()):
                 return None
             return Former(tuple(_from_json(q) for q in content["qdiscs"]))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
             raise StateUnknownError(
-                f"the journal {self._path} can't be read: {error}", remedy="remove it to uninstall without it"
+                f"the journal {self.path} can't be read: {error}", remedy="remove it to uninstall without it"
             ) from error
 
     def remove(self) -> None:
         """Forget the former state: it is in force again."""
-        self._path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
 
 
 def _identity(device: Device) -> dict[str, Any]:

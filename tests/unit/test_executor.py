@@ -385,12 +385,10 @@ def test_without_a_journal_the_kernels_default_stays_and_that_is_said(journal: J
 
 
 @pytest.mark.parametrize("other", [{"ifindex": 3}, {"boot_id": "x"}, {"network_namespace": 1}, {"version": 2}])
-def test_a_journal_of_another_device_boot_or_namespace_is_not_used(
-    journal: Journal, tmp_path: Path, other: dict[str, object]
-) -> None:
+def test_a_journal_of_another_device_boot_or_namespace_is_not_used(journal: Journal, other: dict[str, object]) -> None:
     kernel = FakeKernel(ETH0, FQ)
     apply(kernel, journal, Permission.TAKE_OVER)
-    path = tmp_path / "eth0.json"
+    path = journal.path
     path.write_text(json.dumps({**json.loads(path.read_text()), **other}))
     removed = remove(kernel, journal)
     assert (removed.exit_code, codes(removed)) == (0, ["no-journal"])
@@ -398,8 +396,8 @@ def test_a_journal_of_another_device_boot_or_namespace_is_not_used(
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"version": 1', "\0"])
-def test_a_damaged_journal_changes_nothing(journal: Journal, tmp_path: Path, text: str) -> None:
-    (tmp_path / "eth0.json").write_text(text)
+def test_a_damaged_journal_changes_nothing(journal: Journal, text: str) -> None:
+    journal.path.write_text(text)
     ours, bare = kernel_with(WANTED), FakeKernel(ETH0, DEFAULT)
     ours.sent.clear()
     with pytest.raises(StateUnknownError, match=r"can't be read: .*; remove it to uninstall without it"):
@@ -410,11 +408,18 @@ def test_a_damaged_journal_changes_nothing(journal: Journal, tmp_path: Path, tex
 
 
 @pytest.mark.parametrize(
-    "qdiscs", [None, [{}], [{"kind": "fq"}], [{"kind": "fq", "handle": 1, "parent": 0, "options": "g"}]]
+    "qdiscs",
+    [
+        None,
+        [{}],
+        [{"kind": "fq"}],
+        [{"kind": "fq", "handle": 1, "parent": 0, "options": "g"}],
+        [{"kind": "fq", "handle": 1 << 33, "parent": 0, "options": ""}],
+    ],
 )
-def test_a_journal_without_its_qdiscs_is_damaged(journal: Journal, tmp_path: Path, qdiscs: object) -> None:
+def test_a_journal_without_its_qdiscs_is_damaged(journal: Journal, qdiscs: object) -> None:
     journal.write(Former((FQ,)))
-    path = tmp_path / "eth0.json"
+    path = journal.path
     path.write_text(json.dumps({**json.loads(path.read_text()), "qdiscs": qdiscs}))
     with pytest.raises(StateUnknownError, match="can't be read"):
         journal.read()
