@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import re
 import struct
 import sys
 import tempfile
@@ -53,6 +54,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = _why_unprivileged() if privileged else ""
     for item in privileged if reason else ():
         item.add_marker(pytest.mark.skip(reason=reason))
+
+
+# A kernel is what it is: what it lacks is tested on the stock kernel that scripts/kernel-test brings.
+_EXPECTED_SKIP = re.compile(r"this kernel (has|lacks|can't)|this machine has no (IPv6|second processor)")
+_unexpected_skips: list[str] = []
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note each skip that nobody would expect where everything was installed."""
+    if report.skipped and isinstance(report.longrepr, tuple):
+        reason = str(report.longrepr[2])
+        if not _EXPECTED_SKIP.search(reason):
+            _unexpected_skips.append(f"{report.nodeid}: {reason}")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In CI everything is installed, so that a test that does not run is a failure."""
+    if os.environ.get("KURA_SHAPER_FAIL_ON_SKIP") == "1" and _unexpected_skips:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which skips failed the run."""
+    if os.environ.get("KURA_SHAPER_FAIL_ON_SKIP") == "1":
+        for line in _unexpected_skips:
+            terminalreporter.write_line(f"unexpected skip: {line}", red=True)
 
 
 def _why_unprivileged() -> str:

@@ -140,6 +140,6 @@ def _show(
     for line in (*(report.findings if report else ()), *(report.notes if report else ())):
         typer.echo(str(line), err=True)
     if only_diff:
-        typer.echo(difference.text, nl=False)
+        show.say(difference.text, newline=False)
     elif report is None or report.passed:
-        typer.echo(f"generation {difference.new.generation}: {'written' if changed else 'unchanged'}")
+        show.say(f"generation {difference.new.generation}: {'written' if changed else 'unchanged'}")

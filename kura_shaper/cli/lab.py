@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kura_shaper.cli import options
+from kura_shaper.cli import options, show
 from kura_shaper.errors import UsageError
 
 if TYPE_CHECKING:
@@ -124,7 +123,7 @@ def _print(report: Report, *, as_json: bool) -> None:
     from kura_shaper.lab.report import headline, table, to_json
 
     if as_json:
-        typer.echo(json.dumps(to_json(report), indent=2))
+        show.print_json(to_json(report))
         return
     shown = Table(box=None, header_style="bold", pad_edge=False)
     for heading in ("SCENARIO", "PATH"):
@@ -136,7 +135,7 @@ def _print(report: Report, *, as_json: bool) -> None:
         shown.add_row(row.scenario, row.what, row.streams, row.mbps, row.worst_mbps, row.limit_mbps, row.says)
     console = Console(width=None if sys.stdout.isatty() else 110)
     console.print(shown)
-    typer.echo(headline(report))
+    show.say(headline(report))
     for finding in report.findings:
-        typer.echo(f"finding[{finding.code}]: {finding.message}")
-    typer.echo(f"verdict: {report.verdict}")
+        show.say(f"finding[{finding.code}]: {finding.message}")
+    show.say(f"verdict: {report.verdict}")

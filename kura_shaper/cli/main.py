@@ -6,16 +6,16 @@ gateway or the cluster refused; 4 the state could not be read.
 
 from __future__ import annotations
 
-import os
+import signal
 import sys
 import traceback
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from kura_shaper import __version__
-from kura_shaper.cli import gateway, lab, tenants, tree
-from kura_shaper.errors import KuraShaperError, StateUnknownError
+from kura_shaper.cli import gateway, lab, show, tenants, tree
+from kura_shaper.errors import KuraShaperError, StateUnknownError, UsageError
 from kura_shaper.log import LogFormat, LogLevel, configure
 
 app = typer.Typer(
@@ -53,21 +53,40 @@ def _common(
     configure(log_format, log_level)
 
 
+# The library's own error for an option that is missing or can't be read; it exports only this child of it.
+_BadUsage: type[Exception] = typer.BadParameter.__mro__[1]
+
+
 def run() -> None:
     """Run the command line; every error on purpose is one line on stderr and an exit code."""
+    # So that what a command has to undo is undone.
+    signal.signal(signal.SIGTERM, _leave)
     try:
-        app()
+        status = app(standalone_mode=False)
     except KuraShaperError as error:
-        sys.stderr.write(f"kura-shaper: error[{error.code}]: {error}\n")
-        sys.exit(error.exit_code)
-    except BrokenPipeError:
-        # The reader has seen enough, e.g. `kura-shaper status | head`. What is still buffered has no place to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        _fail(error.code, str(error), error.exit_code)
+    except _BadUsage as error:
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "kura-shaper"
+        words = " ".join(str(getattr(error, "format_message", error.__str__)()).split()).replace("Value error, ", "")
+        if not words:
+            sys.exit(UsageError.exit_code)  # without arguments: the help has been shown
+        _fail("usage", f"{words.rstrip('.')}; see `{command} --help`", UsageError.exit_code)
+    except (typer.Abort, KeyboardInterrupt):
+        sys.exit(128 + signal.SIGINT)
     except Exception:
         # A fault of ours says nothing about the device, so it must not look like "differences".
         traceback.print_exc()
-        sys.stderr.write(
-            "kura-shaper: error[internal]: this is a fault of kura-shaper; please report the lines above\n"
-        )
-        sys.exit(StateUnknownError.exit_code)
+        _fail("internal", "this is a fault of kura-shaper; please report the lines above", StateUnknownError.exit_code)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _leave(number: int, _frame: object) -> NoReturn:
+    sys.exit(128 + number)
+
+
+def _fail(code: str, words: str, status: int) -> NoReturn:
+    sys.stderr.write(f"kura-shaper: error[{code}]: {words}\n")
+    if "--json" in sys.argv:
+        show.print_json({"error": {"code": code, "message": words}})
+    sys.exit(status)

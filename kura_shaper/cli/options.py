@@ -39,6 +39,23 @@ HostReserve = Annotated[
     str,
     typer.Option("--host-reserve", metavar="R", help="Floor of host traffic.", envvar="KURA_SHAPER_HOST_RESERVE"),
 ]
+# For `status`: what is not given is taken as it is in force.
+WantedTenants = Annotated[
+    Path | None,
+    typer.Option("--tenants", metavar="F", help="Show drift against this document.", envvar="KURA_SHAPER_TENANTS"),
+]
+WantedBudget = Annotated[
+    str | None, typer.Option("--budget", metavar="R", help="The budget wanted.", envvar="KURA_SHAPER_BUDGET")
+]
+WantedLeaf = Annotated[LeafKind | None, typer.Option("--leaf", help="The leaf wanted.", envvar="KURA_SHAPER_LEAF")]
+WantedHostTraffic = Annotated[
+    HostTraffic | None,
+    typer.Option("--host-traffic", help="The place wanted for host traffic.", envvar="KURA_SHAPER_HOST_TRAFFIC"),
+]
+WantedHostReserve = Annotated[
+    str | None,
+    typer.Option("--host-reserve", metavar="R", help="The floor wanted for it.", envvar="KURA_SHAPER_HOST_RESERVE"),
+]
 StateDirectory = Annotated[
     Path,
     typer.Option("--state-dir", metavar="P", help="Where the former state is kept.", envvar="KURA_SHAPER_STATE_DIR"),

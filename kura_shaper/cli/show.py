@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +24,20 @@ if TYPE_CHECKING:
     from kura_shaper.tree.operations import Operation
 
 
+def say(text: str, *, newline: bool = True) -> None:
+    """Write to stdout. A reader that has seen enough (`| head`) is no error, and no news of what was done."""
+    try:
+        typer.echo(text, nl=newline)
+    except BrokenPipeError:
+        # What is still buffered, and what follows, has no place to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        sys.stderr.write(f"kura-shaper: the output can't be written: {error.strerror}\n")
+
+
 def print_json(value: object) -> None:
     """Write one JSON object to stdout."""
-    typer.echo(json.dumps(value, indent=2))
+    say(json.dumps(value, indent=2))
 
 
 def plan(planned: Plan, device: Device, *, as_json: bool) -> None:
@@ -34,7 +47,7 @@ def plan(planned: Plan, device: Device, *, as_json: bool) -> None:
         print_json(_plan_head(planned, device) | {"operations": operations})
         return
     for operation in planned.operations:
-        typer.echo(f"{operation.impact:<12} {operation.describe()}")
+        say(f"{operation.impact:<12} {operation.describe()}")
     _plan_tail(planned, device)
 
 
@@ -46,7 +59,7 @@ def applied(result: Applied, device: Device, *, as_json: bool) -> None:
         return
     for outcome in result.outcomes:
         detail = f": {outcome.detail}" if outcome.detail else ""
-        typer.echo(f"{outcome.status:<12} {outcome.operation.describe()}{detail}")
+        say(f"{outcome.status:<12} {outcome.operation.describe()}{detail}")
     _plan_tail(result.plan, device)
     failed = sum(outcome.status is not Status.DONE for outcome in result.outcomes)
     if failed:
@@ -73,14 +86,14 @@ def _plan_head(planned: Plan, device: Device) -> dict[str, Any]:
 
 def _plan_tail(planned: Plan, device: Device) -> None:
     for note in planned.notes:
-        typer.echo(f"{'finding' if note.weight is Weight.FINDING else 'note':<12} {note.message}")
+        say(f"{'finding' if note.weight is Weight.FINDING else 'note':<12} {note.message}")
     for refusal in planned.refusals:
         typer.echo(f"kura-shaper: refused[{refusal.code}]: {refusal}", err=True)
     if planned.unknown:
         typer.echo(f"kura-shaper: unknown: {planned.unknown}", err=True)
     elif not planned.refusals:
         impact = f", worst impact {planned.impact}" if planned.impact else ""
-        typer.echo(f"{device.name}: {len(planned.operations)} operations{impact}")
+        say(f"{device.name}: {len(planned.operations)} operations{impact}")
 
 
 def status(observed: Observed, *, age_ms: int, as_json: bool) -> None:
@@ -90,13 +103,13 @@ def status(observed: Observed, *, age_ms: int, as_json: bool) -> None:
         return
     actual = observed.actual
     if not observed.is_ours:
-        typer.echo(f"{actual.device.name}: no tree of ours; the root qdisc is {_root(observed)}")
+        say(f"{actual.device.name}: no tree of ours; the root qdisc is {_root(observed)}")
         return
     shape = f"shape {observed.shape}, {len(observed.classes)} classes, {actual.direct_packets} direct packets"
-    typer.echo(f"{actual.device.name}: {shape}, read {age_ms} ms ago")
+    say(f"{actual.device.name}: {shape}, read {age_ms} ms ago")
     _table([_HEADINGS, *(_row(c) for c in observed.classes)])
     for line in observed.drift:
-        typer.echo(f"drift: {line}")
+        say(f"drift: {line}")
 
 
 _HEADINGS = ("CLASS", "OWNER", "FLOOR", "CEIL", "LEAF", "SENT", "PACKETS", "DROPPED", "BACKLOG", "LENDED", "BORROWED")
@@ -122,7 +135,7 @@ def _row(found: ObservedClass) -> tuple[str, ...]:
 def _table(rows: Sequence[tuple[str, ...]]) -> None:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
-        typer.echo("  ".join(_aligned(row, widths)).rstrip())
+        say("  ".join(_aligned(row, widths)).rstrip())
 
 
 def _aligned(row: tuple[str, ...], widths: Sequence[int]) -> Iterable[str]:

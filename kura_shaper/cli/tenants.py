@@ -29,6 +29,6 @@ def lint(
     if as_json:
         show.print_json({"file": str(file), "tenants": len(document.tenants), "mark_overlaps": overlaps})
         return
-    typer.echo(f"{file}: {len(document.tenants)} tenants of region {document.region}")
+    show.say(f"{file}: {len(document.tenants)} tenants of region {document.region}")
     if overlaps:
-        typer.echo(f"note: mask {document.marks.mask:#x} is also used by {', '.join(overlaps)}, where a node runs it")
+        show.say(f"note: mask {document.marks.mask:#x} is also used by {', '.join(overlaps)}, where a node runs it")

@@ -21,7 +21,7 @@ from kura_shaper.tenants.file import load_tenants
 from kura_shaper.tree.build import ShapeChoice, TreeSettings, Wanted, build, check_settings, root_qdisc
 from kura_shaper.tree.diff import plan as plan_tree
 from kura_shaper.tree.model import HostTraffic, LeafKind
-from kura_shaper.tree.observe import observe
+from kura_shaper.tree.observe import Asked, observe
 from kura_shaper.tree.preflight import Permission
 from kura_shaper.tree.snapshot import Unknown
 
@@ -101,12 +101,11 @@ def apply(
 
 def status(
     device: options.DeviceName,
-    tenants: Annotated[
-        Path | None, typer.Option("--tenants", metavar="F", help="Name the classes and show drift against this.")
-    ] = None,
-    budget: Annotated[
-        str | None, typer.Option("--budget", metavar="R", help="Take this for the wanted budget, not the one in force.")
-    ] = None,
+    tenants: options.WantedTenants = None,
+    budget: options.WantedBudget = None,
+    leaf: options.WantedLeaf = None,
+    host_traffic: options.WantedHostTraffic = None,
+    host_reserve: options.WantedHostReserve = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Show what the kernel has: shape, classes, counters, and drift. 1: no tree of ours, or drift."""
@@ -117,7 +116,13 @@ def status(
         actual = KernelTrafficControl(client, found, clock=clock).snapshot()
     if isinstance(actual, Unknown):
         raise StateUnknownError(actual.reason)
-    observed = observe(actual, document, options.rate_option("--budget", budget) if budget else None)
+    asked = Asked(
+        budget=options.rate_option("--budget", budget) if budget else None,
+        leaf=leaf,
+        host_traffic=host_traffic,
+        host_reserve=options.rate_option("--host-reserve", host_reserve) if host_reserve else None,
+    )
+    observed = observe(actual, document, asked)
     age_ms = (clock.now_ns() - actual.taken_at_ns) // 1_000_000
     show.status(observed, age_ms=age_ms, as_json=as_json)
     raise typer.Exit(1 if observed.drift or not observed.is_ours else 0)

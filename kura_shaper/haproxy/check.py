@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING
 
 from kura_shaper.errors import StateUnknownError, UsageError
 from kura_shaper.haproxy.certificates import covers, dns_names, throwaway_pem
-from kura_shaper.haproxy.generation import CONFIG_FILE
+from kura_shaper.haproxy.generation import CONFIG_FILE, GatewayConfig
 from kura_shaper.haproxy.maps import MARK_MAP, PEER_MAP, SNI_MAP, host_name
 from kura_shaper.haproxy.options import CertificateKind, version_text
 from kura_shaper.haproxy.render import render
 
 if TYPE_CHECKING:
     from kura_shaper.haproxy.binary import HaproxyBinary
-    from kura_shaper.haproxy.generation import GatewayConfig
     from kura_shaper.haproxy.options import GatewayOptions
     from kura_shaper.tenants.document import TenantsDocument
 
@@ -37,6 +36,7 @@ _MESSAGE = re.compile(r"^\[(?P<severity>ALERT|WARNING|NOTICE)\]\s+\(\d+\) : (?:c
 _PLACE = re.compile(r"\[(?P<file>[^\[\]\s]+):(?P<line>\d+)\]")
 _ROW = re.compile(r"line (?P<line>\d+) (?:of|in) file '(?P<file>[^']+)'")
 _SUMMARY = re.compile(r"(Error\(s\)|Fatal errors) found in configuration|'zero-warning' is set")
+_HOST_RESOLVERS = re.compile(rb"^ *parse-resolv-conf$", re.MULTILINE)
 _SECTION = re.compile(r"\S+ (?P<tenant>[a-z0-9-]+)_(?:edge|peer|http|grpc)\b")
 
 
@@ -80,19 +80,25 @@ class CheckReport:
 def check_with_haproxy(document: TenantsDocument, options: GatewayOptions, *, binary: HaproxyBinary) -> CheckReport:
     """Render the document and let HAProxy read the result, in a directory that is gone afterwards.
 
-    A certificate or account that this machine lacks is stood in for, and noted. Raises
-    what `render` raises, and StateUnknownError when HAProxy gives no answer.
+    A certificate or account that this machine lacks is stood in for, and noted; so are its
+    resolvers, since another machine will use its own. Raises what `render` raises, and
+    StateUnknownError when the check can't be made or HAProxy gives no answer.
     """
     notes = []
     if binary.version[:2] != options.haproxy_version[:2]:
         rendered, used = version_text(options.haproxy_version[:2]), version_text(binary.version)
         notes.append(f"rendered for HAProxy {rendered}, checked with {used}")
-    with tempfile.TemporaryDirectory(prefix="kura-shaper-check-") as name:
-        directory = Path(name)
-        local, stand_ins = _stand_in(options, directory)
-        findings = findings_in(render(document, local), directory, binary=binary)
-    findings += uncovered_hosts(document, options)
-    return CheckReport(binary.version, findings, (*notes, *stand_ins))
+    try:
+        with tempfile.TemporaryDirectory(prefix="kura-shaper-check-") as name:
+            directory = Path(name)
+            local, stand_ins = _stand_in(options, directory)
+            config, resolver = _stand_in_resolver(render(document, local))
+            findings = findings_in(config, directory, binary=binary)
+        findings += uncovered_hosts(document, options)
+    except OSError as error:
+        remedy = "put that right and check again, or render without the check"
+        raise StateUnknownError(f"the check could not be made: {error}", remedy=remedy) from error
+    return CheckReport(binary.version, findings, (*notes, *stand_ins, *resolver))
 
 
 def findings_in(config: GatewayConfig, directory: Path, *, binary: HaproxyBinary) -> tuple[Finding, ...]:
@@ -105,7 +111,8 @@ def findings_in(config: GatewayConfig, directory: Path, *, binary: HaproxyBinary
     code, output = _run(binary, directory / CONFIG_FILE)
     findings = parse_messages(output.replace(f"{directory}/", ""), config)
     if code != 0 and not findings:
-        return (Finding(Severity.ALERT, f"HAProxy ended with status {code}: {output.strip()[-500:]}"),)
+        said = " ".join(output.split())[-500:]
+        return (Finding(Severity.ALERT, f"HAProxy ended with status {code}: {said}"),)
     return findings
 
 
@@ -174,6 +181,19 @@ def _stand_in(options: GatewayOptions, directory: Path) -> tuple[GatewayOptions,
     return local, tuple(notes)
 
 
+def _stand_in_resolver(config: GatewayConfig) -> tuple[GatewayConfig, tuple[str, ...]]:
+    """Return the configuration with one resolver on loopback in place of this machine's, on the same line.
+
+    HAProxy connects a socket to each resolver as it reads, and warns where there is no
+    route. It leaves one that is asked over TCP for later, so even loopback may be down.
+    """
+    text, found = _HOST_RESOLVERS.subn(b"    nameserver ns0 tcp@127.0.0.1:53", config.files[CONFIG_FILE])
+    if not found:
+        return config, ()
+    note = "no resolvers given: checked with a stand-in on loopback, not with this machine's"
+    return GatewayConfig({**config.files, CONFIG_FILE: text}), (note,)
+
+
 def _run(binary: HaproxyBinary, config: Path) -> tuple[int, str]:
     command = (str(binary.path), "-dW", "-c", "-f", str(config))
     try:
@@ -181,7 +201,9 @@ def _run(binary: HaproxyBinary, config: Path) -> tuple[int, str]:
             command, capture_output=True, stdin=subprocess.DEVNULL, timeout=_CHECK_SECONDS, env={}, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise StateUnknownError(f"{binary.path} gave no answer", remedy=str(error)) from error
+        why = f"not within {_CHECK_SECONDS} s" if isinstance(error, subprocess.TimeoutExpired) else str(error)
+        remedy = f"see whether `{binary.path} -vv` runs here, or set KURA_SHAPER_HAPROXY"
+        raise StateUnknownError(f"{binary.path} gave no answer: {why}", remedy=remedy) from error
     return done.returncode, (done.stderr + done.stdout).decode("utf-8", errors="replace")
 
 

@@ -7,22 +7,30 @@ then `current` moves over to it in one rename.
     DIR/current -> generations/0123456789abcdef
     DIR/generations/0123456789abcdef/{haproxy.cfg,sni.map,...}
 
-Every step goes by descriptors of directories already opened and follows no link, so that
-somebody who may write in one of them can't turn a write elsewhere.
+DIR is the operator's own path and may be a link. Below it every step goes by descriptors of
+directories already opened and follows no link, so that somebody who may write in one of
+them can't turn a write elsewhere.
+
+A generation is what its manifest lists. Whatever else lies in its directory, say an editor's
+swap file, is nobody's: it is not read, and goes when the generation is pruned.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import json
 import os
+import re
 import secrets
+import shutil
 import stat
 from contextlib import contextmanager, suppress
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from kura_shaper.errors import RefusedError, StateUnknownError, UsageError
-from kura_shaper.haproxy.generation import EMPTY, GatewayConfig
+from kura_shaper.haproxy.generation import EMPTY, MANIFEST_FILE, GatewayConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +40,9 @@ CURRENT = "current"
 GENERATIONS = "generations"
 KEPT_GENERATIONS = 5
 _MAX_FILE_BYTES = 256 * 1024 * 1024
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_GENERATION = re.compile(r"[0-9a-f]{16}", re.ASCII)
+_TEMPORARY = re.compile(r"\.[0-9a-z]+\.[0-9a-f]+", re.ASCII)
 
 
 class Written(Enum):
@@ -45,30 +55,38 @@ class Written(Enum):
 def write_generation(config: GatewayConfig, directory: Path) -> Written:
     """Make the configuration the one in force under the directory; do nothing when it is already.
 
-    Keeps the last five generations. Raises RefusedError when something that is not ours is
-    in the way or the disk refuses: what was in force then still is.
+    Keeps the last five generations. Raises UsageError when the path is no directory, and
+    RefusedError when something that is not ours is in the way or the disk refuses: what
+    was in force then still is.
     """
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with _opened(directory) as top:
+        with suppress(FileExistsError, NotADirectoryError):
+            directory.mkdir(parents=True, exist_ok=True)
+        if not directory.is_dir():
+            raise _no_directory(directory)
+        with _top(directory) as top:
             fcntl.flock(top, fcntl.LOCK_EX)
-            _refuse_foreign_link(top, directory)
+            in_force = _target(top, directory)
             with suppress(FileExistsError):
                 os.mkdir(GENERATIONS, 0o755, dir_fd=top)
             with _opened(GENERATIONS, within=top) as generations:
-                return _write(config, top=top, generations=generations)
+                return _write(config, top=top, generations=generations, in_force=in_force)
     except OSError as error:
-        raise RefusedError(f"{directory}: generation {config.generation} was not written: {error}") from error
+        message = f"{directory}: generation {config.generation} was not written: {error}"
+        raise RefusedError(message, remedy="put that right and try again; what was in force still is") from error
 
 
 def read_generation(directory: Path) -> GatewayConfig:
     """Return the configuration in force under the directory, EMPTY when there is none yet.
 
-    Raises StateUnknownError when there is something that can't be read.
+    It has the files that the manifest lists; one that is missing is missing here too, so
+    what is damaged differs from what was written. Raises UsageError when the path is no
+    directory, RefusedError when `current` is not ours, and StateUnknownError when there is
+    something that can't be read.
     """
     try:
-        with _opened(directory) as top:
-            target = _target(top)
+        with _top(directory) as top:
+            target = _target(top, directory)
             if target is None:
                 return EMPTY
             with _opened(GENERATIONS, within=top) as generations:
@@ -76,13 +94,14 @@ def read_generation(directory: Path) -> GatewayConfig:
     except FileNotFoundError:
         return EMPTY
     except OSError as error:
-        raise StateUnknownError(f"{directory}: the generation in force can't be read: {error}") from error
+        message = f"{directory}: the generation in force can't be read: {error}"
+        raise StateUnknownError(message, remedy="make that readable, or move it away") from error
 
 
-def _write(config: GatewayConfig, *, top: int, generations: int) -> Written:
+def _write(config: GatewayConfig, *, top: int, generations: int, in_force: str | None) -> Written:
     name = config.generation
     intact = _is_intact(config, generations)
-    if intact and _target(top) == name:
+    if intact and in_force == name:
         return Written.UNCHANGED
     if intact:
         os.utime(name, dir_fd=generations, follow_symlinks=False)
@@ -127,69 +146,93 @@ def _write_file(name: str, content: bytes, *, directory: int) -> None:
 
 
 def _is_intact(config: GatewayConfig, generations: int) -> bool:
+    """Return whether every file of the configuration is there as it should be; others don't matter."""
     try:
-        return _read(generations, config.generation) == config
+        with _opened(config.generation, within=generations) as directory:
+            return all(_read_file(name, directory=directory) == content for name, content in config.files.items())
     except OSError:
         return False
 
 
 def _read(generations: int, name: str) -> GatewayConfig:
+    files: dict[str, bytes] = {}
     with _opened(name, within=generations) as directory:
-        files = {file: _read_file(file, directory=directory) for file in _names(directory)}
-    try:
-        return GatewayConfig(files)
-    except UsageError as error:
-        raise OSError(f"generation {name} has a file that was not written here") from error
+        for file in _listed(directory):
+            with suppress(FileNotFoundError):
+                files[file] = _read_file(file, directory=directory)
+    return GatewayConfig(files)
+
+
+def _listed(directory: int) -> list[str]:
+    """Return the names in the manifest, and its own; without a sound one, every name that could be in it."""
+    with suppress(FileNotFoundError, UsageError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        names = [*json.loads(_read_file(MANIFEST_FILE, directory=directory))["files"].keys(), MANIFEST_FILE]
+        return list(GatewayConfig(dict.fromkeys(names, b"")).files)
+    with os.scandir(directory) as entries:
+        return [entry.name for entry in entries if _is_ours(entry.name) and entry.is_file(follow_symlinks=False)]
+
+
+def _is_ours(name: str) -> bool:
+    with suppress(UsageError):
+        return bool(GatewayConfig({name: b""}).files)
+    return False
 
 
 def _read_file(name: str, *, directory: int) -> bytes:
     # Without O_NONBLOCK a pipe left here would hold us for ever.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with os.fdopen(os.open(name, flags, dir_fd=directory), "rb") as file:
-        status = os.fstat(file.fileno())
+    descriptor = os.open(name, flags, dir_fd=directory)
+    try:
+        status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_FILE_BYTES:
             raise OSError(f"{name[:64]!r} is no plain file of a sane size")
-        return file.read(_MAX_FILE_BYTES)
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read(_MAX_FILE_BYTES)
+    finally:
+        os.close(descriptor)
 
 
-def _target(top: int) -> str | None:
-    """Return the generation that `current` names, None when there is no such link of ours."""
+def _target(top: int, directory: Path) -> str | None:
+    """Return the generation that `current` names, None when there is none; RefusedError when it is not our link."""
     try:
         folder, _, name = os.readlink(CURRENT, dir_fd=top).partition("/")
     except FileNotFoundError:
         return None
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise _not_ours(directory, "is no link") from error
     if folder != GENERATIONS or not name or "/" in name or name.startswith("."):
-        raise OSError(f"{CURRENT} leads out of {GENERATIONS}")
+        raise _not_ours(directory, f"leads out of {GENERATIONS}")
     return name
 
 
-def _refuse_foreign_link(top: int, directory: Path) -> None:
-    try:
-        _target(top)
-    except OSError as error:
-        message = f"{directory / CURRENT} was not made by this program"
-        raise RefusedError(message, remedy="move it away, or write to another directory") from error
+def _not_ours(directory: Path, why: str) -> RefusedError:
+    message = f"{directory / CURRENT} {why}, so it was not made by this program"
+    return RefusedError(message, remedy="move it away, or write to another directory")
+
+
+def _no_directory(directory: Path) -> UsageError:
+    return UsageError(f"{directory} is no directory", remedy="name a directory, or a path where one can be made")
 
 
 def _prune(generations: int, *, in_force: str) -> None:
     """Remove all but the newest generations, and what a write that was cut short left behind."""
     ages: list[tuple[int, str]] = []
     for name in _names(generations):
-        if name.startswith("."):
+        if _TEMPORARY.fullmatch(name):
             _remove(generations, name)
-        elif name != in_force:
+        elif _GENERATION.fullmatch(name) and name != in_force:
             ages.append((os.stat(name, dir_fd=generations, follow_symlinks=False).st_mtime_ns, name))
     for _, name in sorted(ages, reverse=True)[KEPT_GENERATIONS - 1 :]:
         _remove(generations, name)
 
 
 def _remove(generations: int, name: str) -> None:
-    """Remove a generation; what is no directory of plain files is left alone."""
-    with suppress(OSError):
-        with _opened(name, within=generations) as directory:
-            for file in _names(directory):
-                os.unlink(file, dir_fd=directory)
-        os.rmdir(name, dir_fd=generations)
+    """Remove a generation with all that is in it; a link or a file in place of one is left alone."""
+    # Opened first, since rmtree would wait for a writer to a pipe.
+    with suppress(OSError), _opened(name, within=generations):
+        shutil.rmtree(name, dir_fd=generations)
 
 
 def _names(directory: int) -> list[str]:
@@ -202,8 +245,20 @@ def _temporary(name: str) -> str:
 
 
 @contextmanager
-def _opened(path: Path | str, *, within: int | None = None) -> Iterator[int]:
-    descriptor = os.open(path, _DIRECTORY, dir_fd=within)
+def _top(directory: Path) -> Iterator[int]:
+    try:
+        descriptor = os.open(directory, _DIRECTORY)
+    except NotADirectoryError as error:
+        raise _no_directory(directory) from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _opened(name: str, *, within: int) -> Iterator[int]:
+    descriptor = os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=within)
     try:
         yield descriptor
     finally:

@@ -56,9 +56,15 @@ def apply_tree(
     """Bring the device to the wanted tree. A second run makes no operation."""
     actual = control.snapshot()
     planned = plan(wanted, actual, permission)
-    if isinstance(actual, Snapshot) and any(isinstance(op, AddRoot) for op in planned.operations):
-        _keep_former(actual, wanted, journal)
+    is_kept = (
+        isinstance(actual, Snapshot)
+        and any(isinstance(op, AddRoot) for op in planned.operations)
+        and _keep_former(actual, wanted, journal)
+    )
     applied = Applied(planned, execute(planned.operations, control, clock=clock))
+    if is_kept and any(o.status is Status.REFUSED for o in applied.outcomes if isinstance(o.operation, AddRoot)):
+        # It was not replaced: a later removal must not put back what its owner took away meanwhile.
+        journal.remove()
     _log_outcome("tree_applied", applied, actual)
     return applied
 
@@ -92,12 +98,13 @@ def _log_outcome(name: str, applied: Applied, actual: Snapshot | Unknown) -> Non
     event(_log, name, level=level, device=device, impact=applied.plan.impact, **count)
 
 
-def _keep_former(actual: Snapshot, wanted: Wanted, journal: Journal) -> None:
+def _keep_former(actual: Snapshot, wanted: Wanted, journal: Journal) -> bool:
     """Write down what is about to go, unless that is ours, or what the kernel put where ours was."""
     nobody_chose_it = actual.root is None or (isinstance(actual.root, OtherQdisc) and actual.root.is_kernel_default)
     if is_ours(actual.root, wanted.tree.root) or (nobody_chose_it and journal.read() is not None):
-        return
+        return False
     journal.write(Former(actual.verbatim))
+    return True
 
 
 def _left_half_way(former: Former | None, actual: Snapshot | Unknown) -> bool:

@@ -47,6 +47,8 @@ _STATS_BASIC, _STATS_QUEUE, _STATS_PKT64 = 1, 3, 8
 # codel keeps times in units of 1024 ns, so what was set as 5000 us reads back as 4999.
 _CODEL_UNIT_NS = 1024
 _TRIES = 5
+# What the kernel shows for one that was not chosen; before 4.8 it showed none.
+_DROP_BATCHES = (0, 64)
 
 
 class _Object(NamedTuple):
@@ -257,6 +259,8 @@ def _leaf_parameters(kind: str, data: bytes) -> FqCodel | Fq | Bfifo | None:
         return Bfifo(_U32.unpack_from(data)[0])
     found = wire.spans(data, 0, len(data))
     if kind == "fq_codel":
+        if wire.FQ_CODEL_CE_THRESHOLD in found or _u32(data, found, wire.FQ_CODEL_DROP_BATCH) not in _DROP_BATCHES:
+            return None  # somebody tuned it
         fields = {name: _u32(data, found, number) for name, number in wire.FQ_CODEL.items()}
         return FqCodel(
             limit_packets=fields["limit_packets"],

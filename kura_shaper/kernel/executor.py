@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeGuard
 
+from kura_shaper.tree.model import OtherMatch
 from kura_shaper.tree.operations import (
     AddClass,
     AddRoot,
@@ -160,4 +161,7 @@ def holds(operation: Operation, after: Snapshot) -> bool:
         case SetFilter(filter_):
             return filter_ in after.filters
         case DeleteFilter(filter_):
-            return not any(f.key[:3] == filter_.key[:3] and filter_.handle in (0, f.handle) for f in after.filters)
+            of_priority = [f for f in after.filters if f.key[:3] == filter_.key[:3]]
+            if filter_.handle == 0:  # ours may have taken the place of what was not
+                return not any(isinstance(f.match, OtherMatch) for f in of_priority)
+            return filter_ not in of_priority

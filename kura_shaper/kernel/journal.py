@@ -7,9 +7,11 @@ another boot, another device of the same name or another network namespace is no
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import stat
 import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +28,12 @@ if TYPE_CHECKING:
 
 DEFAULT_STATE_DIRECTORY = Path("/var/lib/kura-shaper")
 _VERSION = 1
+# An attribute holds 16 bits of length, its header included.
+_OPTIONS_MAX_BYTES = 65_000
+# What a file that is no journal makes of reading it.
+_DAMAGED = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError, AttributeError, UsageError)
+# What a file that is no journal makes of reading it.
+_DAMAGED = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError, AttributeError, UsageError)
 _HOOKS = frozenset({"ingress", "clsact"})
 
 
@@ -62,7 +70,8 @@ class Journal:
             descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise RefusedError(
-                f"the lock {self._lock_path} can't be made: {error.strerror}", remedy="run as root, or give --state-dir"
+                f"the lock {self._lock_path} can't be made: {error.strerror}",
+                remedy="run as root; apply and uninstall need the same --state-dir",
             ) from error
         try:
             try:
@@ -101,13 +110,13 @@ class Journal:
         Raises StateUnknownError when the journal is damaged.
         """
         try:
-            content = json.loads(self.path.read_text())
+            content = json.loads(_read_file(self.path))
             if content.get("version") != _VERSION or any(content.get(k) != v for k, v in self._identity.items()):
                 return None
             return Former(tuple(_from_json(q) for q in content["qdiscs"]))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
+        except (OSError, *_DAMAGED) as error:
             raise StateUnknownError(
                 f"the journal {self.path} can't be read: {error}", remedy="remove it to uninstall without it"
             ) from error
@@ -139,12 +148,24 @@ def _to_json(qdisc: OtherQdisc) -> dict[str, Any]:
 
 
 def _from_json(value: dict[str, Any]) -> OtherQdisc:
+    options = bytes.fromhex(value["options"])
+    if len(options) > _OPTIONS_MAX_BYTES:
+        raise ValueError(f"options of {len(options)} bytes fit in no message")
     return OtherQdisc(
         str(value["kind"]),
         Handle.from_u32(int(value["handle"])),
         Handle.from_u32(int(value["parent"])),
-        bytes.fromhex(value["options"]),
+        options,
     )
+
+
+def _read_file(path: Path) -> str:
+    """Return a regular file's text; anything else in its place (a pipe would wait for ever) is an OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, encoding="utf-8") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
+        return file.read()
 
 
 def _sync_directory(path: Path) -> None:

@@ -9,7 +9,9 @@ veth pair in the present one, removed again.
 from __future__ import annotations
 
 import os
+import re
 import secrets
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyroute2 import IPRoute
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from kura_shaper.tree.operations import Operation
 
 _LOOPBACK_IFINDEX = 1
+_PREFIX = "ksp"
+_LEFT_BEHIND = re.compile(f"{_PREFIX}([0-9a-f]{{6}})[0-9a-f]{{4}}")
 _QDISC = HtbQdisc(Handle(1), ROOT, 2, params.DIRECT_QLEN_PACKETS)
 _CLASSID, _LEAF = Handle(1, 2), Handle(2)
 
@@ -49,9 +53,11 @@ def probe() -> Capabilities:
 
 
 def _probe_on_veth() -> Capabilities:
-    name = f"ksp{os.getpid() & 0xFFFF:04x}{secrets.token_hex(2)}"
+    # A device name holds 15 characters: the process, so that a killed one's can be told, and a random part.
+    name = f"{_PREFIX}{os.getpid():06x}{secrets.token_hex(2)}"
     try:
         with IPRoute() as ip:
+            _sweep(ip)
             ip.link("add", ifname=name, kind="veth", peer={"ifname": f"{name}p"})
             try:
                 (ifindex,) = ip.link_lookup(ifname=name)
@@ -60,6 +66,14 @@ def _probe_on_veth() -> Capabilities:
                 ip.link("del", ifname=name)
     except NetlinkError as error:
         raise refusal(error.code, doing="making a veth pair to try the kernel on") from error
+
+
+def _sweep(ip: IPRoute) -> None:
+    """Remove the pairs of processes that were killed before they could."""
+    for link in ip.get_links():
+        match = _LEFT_BEHIND.fullmatch(str(link.get("ifname")))
+        if match and not Path(f"/proc/{int(match[1], 16)}").exists():
+            ip.link("del", index=link["index"])
 
 
 def _probe_on(device: Device) -> Capabilities:

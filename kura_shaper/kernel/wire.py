@@ -83,7 +83,7 @@ LINKLAYER_ETHERNET = 1
 _HTB_VERSION, _R2Q = 3, 10
 
 FQ_CODEL = {"target_us": 1, "limit_packets": 2, "interval_us": 3, "ecn": 4, "flows": 5, "quantum_bytes": 6}
-FQ_CODEL_MEMORY_LIMIT = 9
+FQ_CODEL_CE_THRESHOLD, FQ_CODEL_DROP_BATCH, FQ_CODEL_MEMORY_LIMIT = 7, 8, 9
 FQ = {"limit_packets": 1, "flow_limit_packets": 2, "quantum_bytes": 3, "initial_quantum_bytes": 4, "horizon_us": 14}
 FQ_HORIZON_DROP = 15
 FQ_MAX_RATE, NO_RATE = 7, 0xFFFFFFFF

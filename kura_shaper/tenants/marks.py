@@ -32,6 +32,7 @@ class ReservedClass(IntEnum):
     BUDGET = 0x03
     GATEWAY = 0x10
     UNATTRIBUTED = 0x11
+    UNKNOWN = 0x12
 
 
 @dataclass(frozen=True, slots=True)

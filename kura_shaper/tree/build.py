@@ -1,8 +1,9 @@
 """From a tenants document and a device to the tree that is wanted on it.
 
-HTB root                     default -> host
+HTB root                     default -> unknown
  root class                  never limits
    host                      everything unmarked; floor = host reserve
+   unknown                   marks that no class has; not held back, but counted apart
    budget                    rate = ceil = node budget
      gateway                 the gateway's own bytes before the tenant is known
      unattributed            bytes from gateway ports without a mark
@@ -32,7 +33,12 @@ if TYPE_CHECKING:
 
 # Majors below 0x100 are ours: a tenant's leaf has its class id as major, so none collides.
 ROOT_MAJOR = 0x20
-_LEAF_MAJORS = {ReservedClass.HOST: 0x40, ReservedClass.GATEWAY: 0x60, ReservedClass.UNATTRIBUTED: 0x80}
+_LEAF_MAJORS = {
+    ReservedClass.HOST: 0x40,
+    ReservedClass.GATEWAY: 0x60,
+    ReservedClass.UNATTRIBUTED: 0x80,
+    ReservedClass.UNKNOWN: 0xA0,
+}
 
 # HTB serves lower numbers first where classes borrow. Floors hold whatever the priority.
 _HOST_PRIO, _TENANT_PRIO, _UNATTRIBUTED_PRIO = 0, 1, 2
@@ -90,9 +96,9 @@ def build(document: TenantsDocument, device: Device, *, settings: TreeSettings, 
         document.tenants,
         budget=params.whole_bytes(settings.budget),
         reserved=_host_floor(settings) if inside else Rate(0),
-        own_classes=2,
+        own_classes=3 if inside else 2,
     )
-    root = root_qdisc()
+    root = root_qdisc(classifier)
     classes = _classes(document, device, settings=settings, allotment=allotment)
     tree = Tree(
         shape=shape,
@@ -110,9 +116,13 @@ def build(document: TenantsDocument, device: Device, *, settings: TreeSettings, 
     return Wanted(tree, (shape_note, *leaf_notes, *classifier_notes, *_device_notes(device), *allotment.notes))
 
 
-def root_qdisc() -> HtbQdisc:
-    """Return the root qdisc of every tree of ours in shape single: its handle and default are our mark."""
-    return HtbQdisc(Handle(ROOT_MAJOR), ROOT, ReservedClass.HOST, params.DIRECT_QLEN_PACKETS)
+def root_qdisc(classifier: ClassifierKind = ClassifierKind.BPF) -> HtbQdisc:
+    """Return the root qdisc of every tree of ours in shape single.
+
+    fw filters can't tell host traffic from a mark that no class has, so there the default is the host's.
+    """
+    default = ReservedClass.UNKNOWN if classifier is ClassifierKind.BPF else ReservedClass.HOST
+    return HtbQdisc(Handle(ROOT_MAJOR), ROOT, default, params.DIRECT_QLEN_PACKETS)
 
 
 def owners_of(document: TenantsDocument) -> dict[int, str]:
@@ -183,18 +193,15 @@ def _classes(
     inside = settings.host_traffic is HostTraffic.INSIDE
     budget, trickle = settings.budget, allotment.trickle
     top = ReservedClass.BUDGET
-    host = make(
-        ReservedClass.HOST,
-        top if inside else ReservedClass.ROOT,
-        _host_floor(settings),
-        budget if inside else params.LINE_RATE,
-        _HOST_PRIO,
-    )
+    place = top if inside else ReservedClass.ROOT
+    widest = budget if inside else params.LINE_RATE
+    host = make(ReservedClass.HOST, place, _host_floor(settings), widest, _HOST_PRIO)
+    unknown = make(ReservedClass.UNKNOWN, place, trickle, widest, _HOST_PRIO)
     root = params.inner_class(handle(ReservedClass.ROOT), handle(0), rate=params.LINE_RATE, device=device)
     node = params.inner_class(handle(top), handle(ReservedClass.ROOT), rate=budget, device=device)
     return (
         root,
-        *((node, host) if inside else (host, node)),
+        *((node, host, unknown) if inside else (host, unknown, node)),
         make(ReservedClass.GATEWAY, top, trickle, budget, _TENANT_PRIO),
         make(ReservedClass.UNATTRIBUTED, top, trickle, budget, _UNATTRIBUTED_PRIO),
         *(

@@ -10,12 +10,15 @@ are told apart from host traffic:
   them for a listening socket before any program has seen the connection, so they can
   carry no mark and say nothing about a gateway that forgot to set one.
 
-Everything else gets 0, "no match", and so the HTB's default class.
+Everything else without a mark is the host's. So the HTB's default class, `unknown`, gets
+what carries a mark that no class has (a tenant that the gateway knows and this node does
+not), and everything while there is no filter: it is not held back, but counted apart.
 
 Instruction codes: include/uapi/linux/bpf_common.h and filter.h. cls_bpf takes the
 program over netlink, so neither bpf(2) nor a compiler is needed. Loads are relative
 to the network header (SKF_NET_OFF), so the device's link layer does not matter.
-A kernel without cls_bpf gets one fw filter for each tenant, and flower for the ports.
+A kernel without cls_bpf gets one fw filter for each tenant, and flower for the ports: there
+the default class is `host`, and segments without payload count as unattributed.
 """
 
 from __future__ import annotations
@@ -101,10 +104,11 @@ def bpf_program(marks: MarkLayout, gateway_ports: Iterable[int], major: int) -> 
     asm.emit(_LD_H_ABS, _SKB_PROTOCOL)
     asm.emit(_JEQ, ETH_P_IP, then="ipv4")
     asm.emit(_JEQ, ETH_P_IPV6, then="ipv6", other="host")
-    _ipv4(asm, ports)
-    _ipv6(asm, ports)
+    host = Handle(major, ReservedClass.HOST).u32
+    _ipv4(asm, ports, host)
+    _ipv6(asm, ports, host)
     asm.label("host")
-    asm.emit(_RET_K, 0)
+    asm.emit(_RET_K, host)
     asm.label("gateway")
     asm.emit(_RET_K, Handle(major, ReservedClass.GATEWAY).u32)
     asm.label("unattributed")
@@ -112,7 +116,7 @@ def bpf_program(marks: MarkLayout, gateway_ports: Iterable[int], major: int) -> 
     return BpfMatch(asm.assemble())
 
 
-def _ipv4(asm: _Assembler, ports: tuple[int, ...]) -> None:
+def _ipv4(asm: _Assembler, ports: tuple[int, ...], host: int) -> None:
     asm.label("ipv4")
     asm.emit(_LD_H_ABS, _NET + 6)
     asm.emit(_JSET, 0x1FFF, then="host")  # a later fragment has no ports
@@ -121,10 +125,10 @@ def _ipv4(asm: _Assembler, ports: tuple[int, ...]) -> None:
     asm.emit(_JEQ, _TCP, then="tcp4")
     asm.emit(_JEQ, _UDP, other="host")
     asm.emit(_LD_H_IND, _NET)
-    _match_ports(asm, ports, found="unattributed")
+    _match_ports(asm, ports, found="unattributed", host=host)
     asm.label("tcp4")
     asm.emit(_LD_H_IND, _NET)
-    _match_ports(asm, ports, found="payload4")
+    _match_ports(asm, ports, found="payload4", host=host)
     asm.label("payload4")
     asm.emit(_LD_B_IND, _NET + 12)
     asm.emit(_AND, 0xF0)
@@ -139,7 +143,7 @@ def _ipv4(asm: _Assembler, ports: tuple[int, ...]) -> None:
     asm.emit(_JEQ_X, then="gateway", other="unattributed")
 
 
-def _ipv6(asm: _Assembler, ports: tuple[int, ...]) -> None:
+def _ipv6(asm: _Assembler, ports: tuple[int, ...], host: int) -> None:
     """With one extension header: the kernel's own, before a segment of more than 64 KiB (BIG TCP)."""
     asm.label("ipv6")
     asm.emit(_LD_B_ABS, _NET + 6)
@@ -147,15 +151,15 @@ def _ipv6(asm: _Assembler, ports: tuple[int, ...]) -> None:
     asm.emit(_JEQ, _HOP_BY_HOP, then="jumbo6")
     asm.emit(_JEQ, _UDP, other="host")
     asm.emit(_LD_H_ABS, _NET + 40)
-    _match_ports(asm, ports, found="unattributed")
+    _match_ports(asm, ports, found="unattributed", host=host)
     asm.label("jumbo6")
     asm.emit(_LD_B_ABS, _NET + 40)
     asm.emit(_JEQ, _TCP, other="host")
     asm.emit(_LD_H_ABS, _NET + 48)
-    _match_ports(asm, ports, found="unattributed")
+    _match_ports(asm, ports, found="unattributed", host=host)
     asm.label("tcp6")
     asm.emit(_LD_H_ABS, _NET + 40)
-    _match_ports(asm, ports, found="payload6")
+    _match_ports(asm, ports, found="payload6", host=host)
     asm.label("payload6")
     asm.emit(_LD_B_ABS, _NET + 52)
     asm.emit(_AND, 0xF0)
@@ -165,10 +169,10 @@ def _ipv6(asm: _Assembler, ports: tuple[int, ...]) -> None:
     asm.emit(_JEQ_X, then="gateway", other="unattributed")
 
 
-def _match_ports(asm: _Assembler, ports: tuple[int, ...], *, found: str) -> None:
+def _match_ports(asm: _Assembler, ports: tuple[int, ...], *, found: str, host: int) -> None:
     for port in ports:
         asm.emit(_JEQ, port, then=found)
-    asm.emit(_RET_K, 0)
+    asm.emit(_RET_K, host)
 
 
 def filters(

@@ -3,9 +3,9 @@
 1. What has to go goes: filters, then classes, children before parents, in one run, so that
    they are drained together.
 2. Everything that shrinks goes to the smaller of old and new, children before parents.
-3. Then everything grows or is added, parents before children: class, leaf, and last the
-   filters. A class and its leaf travel in one send, since the constant program sends
-   packets to a class as soon as it is there.
+3. Then everything grows or is added, parents before children: class and leaf, then the
+   filters, and last the default class. A class and its leaf travel in one send, since the
+   constant program sends packets to a class as soon as it is there.
 
 So at every instant floor <= ceil <= the parent's ceil, and floors never add up to more
 than the parent's rate: a kill between any two operations leaves a valid tree.
@@ -43,30 +43,9 @@ if TYPE_CHECKING:
     from kura_shaper.tree.model import Filter, Handle, HtbClass, Tree
 
 _OUR_MINORS = frozenset(ReservedClass)
-# Roots that are brought back whole: they have no classes of their own, or only the device's queues.
-_CLASSLESS = frozenset(
-    {
-        "mq",
-        "fq",
-        "fq_codel",
-        "codel",
-        "cake",
-        "pfifo",
-        "bfifo",
-        "pfifo_fast",
-        "pfifo_head_drop",
-        "sfq",
-        "tbf",
-        "noqueue",
-        "netem",
-        "red",
-        "pie",
-        "fq_pie",
-        "choke",
-        "sfb",
-        "gred",
-        "etf",
-    }
+# Roots that were seen to come back from what the kernel shows of them; of others that is not known.
+_RESTORABLE = frozenset(
+    {"mq", "fq", "fq_codel", "codel", "cake", "pfifo", "bfifo", "pfifo_fast", "sfq", "tbf", "taprio"}
 )
 
 
@@ -125,10 +104,13 @@ def _root(tree: Tree, actual: Snapshot) -> tuple[tuple[Operation, ...], Snapshot
     if actual.root == tree.root:
         return (), actual
     empty = Snapshot(device=actual.device, root=tree.root)
-    # An HTB can't be changed in place, nor replaced under the same handle.
-    if actual.root is not None and actual.root.handle == tree.root.handle:
-        return (DeleteRoot(tree.root.handle), AddRoot(tree.root)), empty
-    return (AddRoot(tree.root),), empty
+    # An HTB can't be changed in place, nor can a handle be in two places for the moment of the swap.
+    taken = [q for q in actual.verbatim if q.handle == tree.root.handle]
+    if not taken and not (actual.root is not None and actual.root.handle == tree.root.handle):
+        return (AddRoot(tree.root),), empty
+    if actual.root is not None and actual.root.handle.major:
+        return (DeleteRoot(actual.root.handle), AddRoot(tree.root)), empty
+    return (*(DeleteLeaf(q.parent, q.handle) for q in taken), AddRoot(tree.root)), empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +159,23 @@ def _shrink(tree: Tree, actual: Snapshot, out: _Outgoing) -> Iterable[Operation]
 
 
 def _grow(tree: Tree, actual: Snapshot, out: _Outgoing) -> Iterable[Operation]:
+    misplaced = _misplaced(tree, actual, out)
+    yield from (DeleteLeaf(parent, actual.leaves[parent].handle) for parent in misplaced)
+    here = replace(actual, leaves={p: leaf for p, leaf in actual.leaves.items() if p not in misplaced})
+    yield from _grow_classes(tree, here, out, [c for c in tree.classes if not _is_default(c, tree)])
+    staying = {*actual.filters} - out.filters
+    yield from (SetFilter(filter_) for filter_ in tree.filters if filter_ not in staying)
+    # Last: until it is there, what no filter places is passed on, neither held back nor counted.
+    yield from _grow_classes(tree, here, out, [c for c in tree.classes if _is_default(c, tree)])
+
+
+def _is_default(spec: HtbClass, tree: Tree) -> bool:
+    return spec.classid.minor == tree.root.default_minor
+
+
+def _grow_classes(tree: Tree, actual: Snapshot, out: _Outgoing, classes: Iterable[HtbClass]) -> Iterable[Operation]:
     leaves = {leaf.parent: leaf for leaf in tree.leaves}
-    for new in tree.classes:
+    for new in classes:
         old = None if new.classid in out.classes else actual.classes.get(new.classid)
         if old is None:
             yield AddClass(new)
@@ -187,8 +184,16 @@ def _grow(tree: Tree, actual: Snapshot, out: _Outgoing) -> Iterable[Operation]:
         if new.classid in leaves:
             leaf = leaves[new.classid]
             yield from [SetLeaf(leaf)] if old is None else _change_leaf(leaf, actual.leaves.get(new.classid))
-    staying = {*actual.filters} - out.filters
-    yield from (SetFilter(filter_) for filter_ in tree.filters if filter_ not in staying)
+
+
+def _misplaced(tree: Tree, actual: Snapshot, out: _Outgoing) -> tuple[Handle, ...]:
+    """Return the staying classes whose leaf has a handle that another class's leaf is to have."""
+    places = {leaf.handle: leaf.parent for leaf in tree.leaves}
+    return tuple(
+        parent
+        for parent, leaf in actual.leaves.items()
+        if parent not in out.classes and places.get(leaf.handle, parent) != parent
+    )
 
 
 def _change_leaf(leaf: Leaf, old: Leaf | OtherQdisc | None) -> Iterable[Operation]:
@@ -274,9 +279,11 @@ def _take_over_notes(tree: Tree, actual: Snapshot) -> Iterable[Note]:
     if root is None or is_ours(root, tree.root):
         return
     kind = "htb" if isinstance(root, HtbQdisc) else root.kind
-    if root.handle.major and kind not in _CLASSLESS:
-        message = f"{kind} {root.handle} goes: `uninstall` does not bring its classes and filters back; keep a copy"
-        yield Note("take-over", message)
+    if root.handle.major == 0:
+        return
+    back = "brings it back with its options" if kind in _RESTORABLE else "may not be able to bring it back"
+    message = f"{kind} {root.handle} goes: `uninstall` {back}, and not its classes, filters and size tables"
+    yield Note("take-over", f"{message}; keep a copy of what you need")
 
 
 def _foreign_notes(actual: Snapshot, out: _Outgoing) -> Iterable[Note]:

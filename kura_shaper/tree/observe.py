@@ -13,16 +13,16 @@ from kura_shaper.errors import KuraShaperError
 from kura_shaper.tenants.document import TenantsDocument
 from kura_shaper.tenants.marks import ReservedClass
 from kura_shaper.tree.build import Capabilities, TreeSettings, build, owners_of, root_qdisc
-from kura_shaper.tree.classifier import ClassifierKind
+from kura_shaper.tree.classifier import MARK_PRIORITY, ClassifierKind
 from kura_shaper.tree.diff import plan
-from kura_shaper.tree.model import FwMatch, Handle, HostTraffic, HtbClass, Leaf, LeafKind, OtherQdisc, Shape
+from kura_shaper.tree.model import BpfMatch, FwMatch, Handle, HostTraffic, HtbClass, Leaf, LeafKind, OtherQdisc, Shape
 from kura_shaper.tree.notes import Weight
 from kura_shaper.tree.preflight import Permission, is_ours
 from kura_shaper.tree.snapshot import ClassCounters
-from kura_shaper.units import Rate
 
 if TYPE_CHECKING:
     from kura_shaper.tree.snapshot import Snapshot
+    from kura_shaper.units import Rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,21 @@ class Observed:
     drift: tuple[str, ...] = ()
 
 
-def observe(actual: Snapshot, document: TenantsDocument | None, budget: Rate | None = None) -> Observed:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Settings that an operator wants in force; None where the tree's own are to be taken."""
+
+    budget: Rate | None = None
+    leaf: LeafKind | None = None
+    host_traffic: HostTraffic | None = None
+    host_reserve: Rate | None = None
+
+
+def observe(actual: Snapshot, document: TenantsDocument | None, asked: Asked | None = None) -> Observed:
     """Return a reading of a device, against a document where there is one.
 
-    Without a budget the one in force is taken for the wanted one.
+    What is not asked for is taken as it is in force. Without a document only what every tree
+    of ours has is looked for.
     """
     ours = is_ours(actual.root, root_qdisc())
     owners = owners_of(document or TenantsDocument("", ()))
@@ -66,7 +77,7 @@ def observe(actual: Snapshot, document: TenantsDocument | None, budget: Rate | N
             )
             for classid, spec in sorted(actual.classes.items())
         ),
-        drift=_drift(actual, document, budget) if ours and document else (),
+        drift=_found(actual, document, asked or Asked()) if ours else (),
     )
 
 
@@ -76,20 +87,35 @@ def _leaf_kind(leaf: Leaf | OtherQdisc | None) -> str:
     return leaf.kind if leaf else ""
 
 
-def _drift(actual: Snapshot, document: TenantsDocument, budget: Rate | None) -> tuple[str, ...]:
+def _found(actual: Snapshot, document: TenantsDocument | None, asked: Asked) -> tuple[str, ...]:
+    missing = _missing(actual)
+    if missing or document is None:
+        return missing
+    return _drift(actual, document, asked)
+
+
+def _missing(actual: Snapshot) -> tuple[str, ...]:
+    """Return what a tree of ours has whoever its tenants are, and this one has not."""
+    major = root_qdisc().handle.major
+    absent = [r for r in ReservedClass if Handle(major, r) not in actual.classes]
+    parts = [f"class {Handle(major, r)} {r.name.lower()}" for r in absent]
+    if not any(f.priority == MARK_PRIORITY and isinstance(f.match, BpfMatch | FwMatch) for f in actual.filters):
+        parts.append("the classifier")
+    return tuple(f"{part} is missing; `kura-shaper apply` mends it" for part in parts)
+
+
+def _drift(actual: Snapshot, document: TenantsDocument, asked: Asked) -> tuple[str, ...]:
     """Return, as one line each, what would have to be done to have the tree that the document wants."""
     root = root_qdisc().handle
-    host = actual.classes.get(Handle(root.major, ReservedClass.HOST))
-    node = actual.classes.get(Handle(root.major, ReservedClass.BUDGET))
-    if host is None or (node is None and budget is None):
-        missing = ReservedClass.HOST if host is None else ReservedClass.BUDGET
-        return (f"add class {Handle(root.major, missing)}: {missing.name.lower()} is missing",)
+    host = actual.classes[Handle(root.major, ReservedClass.HOST)]
+    node = actual.classes[Handle(root.major, ReservedClass.BUDGET)]
     in_use = _in_use(actual)
+    in_force = HostTraffic.INSIDE if host.parent == node.classid else HostTraffic.OUTSIDE
     settings = TreeSettings(
-        budget=budget or (node.ceil if node else Rate(0)),
-        leaf=min(in_use.leaves, key=list(LeafKind).index),
-        host_traffic=HostTraffic.INSIDE if node and host.parent == node.classid else HostTraffic.OUTSIDE,
-        host_reserve=host.floor,
+        budget=asked.budget or node.ceil,
+        leaf=asked.leaf or min(in_use.leaves, key=list(LeafKind).index),
+        host_traffic=asked.host_traffic or in_force,
+        host_reserve=asked.host_reserve or host.floor,
     )
     try:
         wanted = build(document, actual.device, settings=settings, capabilities=in_use)

@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from enum import Flag, auto
 from typing import TYPE_CHECKING
 
+from kura_shaper.tenants.marks import ReservedClass
 from kura_shaper.tree.model import HtbQdisc, OtherQdisc
 
 if TYPE_CHECKING:
     from kura_shaper.tree.model import Tree
     from kura_shaper.tree.snapshot import Snapshot
+
+
+_OUR_DEFAULTS = frozenset({ReservedClass.HOST, ReservedClass.UNKNOWN})
 
 
 class Permission(Flag):
@@ -34,8 +38,8 @@ class Refusal:
 
 
 def is_ours(root: HtbQdisc | OtherQdisc | None, wanted: HtbQdisc) -> bool:
-    """Whether a root qdisc is of our making: an HTB with our handle and our default class."""
-    return isinstance(root, HtbQdisc) and (root.handle, root.default_minor) == (wanted.handle, wanted.default_minor)
+    """Whether a root qdisc is of our making: an HTB with our handle and one of our default classes."""
+    return isinstance(root, HtbQdisc) and root.handle == wanted.handle and root.default_minor in _OUR_DEFAULTS
 
 
 def preflight(tree: Tree, actual: Snapshot, permission: Permission) -> tuple[Refusal, ...]:

@@ -14,7 +14,6 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from measurement import Measurement, SkippedError, best_in_turns
@@ -24,6 +23,7 @@ from kura_shaper.clock import SystemClock
 from kura_shaper.kernel.client import TcClient
 from kura_shaper.kernel.device import KernelTrafficControl
 from kura_shaper.kernel.errors import KernelRefusedError
+from kura_shaper.kernel.executor import Status, execute
 from kura_shaper.kernel.links import read_device
 from kura_shaper.kernel.netns import in_new_namespace
 from kura_shaper.kernel.plugins import register
@@ -60,6 +60,13 @@ class Stage:
         if refused:
             raise refused[0]
 
+    def program_and_read_back(self) -> None:
+        """Make the tree as `apply` does: each operation must show in a reading."""
+        control = KernelTrafficControl(self.client, self.device, clock=SystemClock())
+        outcomes = execute(self.operations, control, clock=SystemClock())
+        if any(outcome.status is not Status.DONE for outcome in outcomes):
+            raise SkippedError("an operation did not hold")
+
     def read(self) -> Snapshot:
         """Return what is there."""
         found = KernelTrafficControl(self.client, self.device, clock=SystemClock()).snapshot()
@@ -78,14 +85,10 @@ def program(tenants: int, runs: int) -> Iterator[Measurement]:
         return on_stage(tenants, lambda stage: timed(stage.program))
 
     def ours_read_back() -> float:
-        def work(stage: Stage) -> None:
-            stage.program()
-            stage.read()
-
-        return on_stage(tenants, lambda stage: timed(lambda: work(stage)))
+        return on_stage(tenants, lambda stage: timed(stage.program_and_read_back))
 
     def peer() -> float:
-        return on_stage(tenants, lambda stage: with_batch(stage, run_batch))
+        return on_stage(tenants, run_batch)
 
     check_same_tree(min(tenants, 100))
     mine, read_back, theirs = best_in_turns(name, runs, ours, ours_read_back, peer)
@@ -208,17 +211,14 @@ def require(command: str) -> None:
 # The peer: the same tree as a file for tc -batch.
 
 
-def run_batch(file: Path) -> float:
-    """Return the seconds that tc takes from its start to its end."""
-    return timed(lambda: subprocess.run(["tc", "-batch", str(file)], check=True))
-
-
-def with_batch(stage: Stage, work: Callable[[Path], _T]) -> _T:
-    """Return work(a file for `tc -batch` that makes the stage's tree)."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "tree"
-        file.write_text("".join(f"{batch_line(operation)}\n" for operation in stage.operations))
-        return work(file)
+def run_batch(stage: Stage) -> float:
+    """Make the stage's tree with tc; return the seconds from its start to its end."""
+    # A file without a name is gone with this process, however it ends.
+    with tempfile.TemporaryFile("w") as file:
+        file.writelines(f"{batch_line(operation)}\n" for operation in stage.operations)
+        file.flush()
+        line = ["tc", "-batch", f"/proc/self/fd/{file.fileno()}"]
+        return timed(lambda: subprocess.run(line, check=True, pass_fds=[file.fileno()]))
 
 
 def batch_line(operation: Operation) -> str:
@@ -271,7 +271,7 @@ def check_same_tree(tenants: int) -> None:
         return essence(stage.read())
 
     def theirs(stage: Stage) -> dict[str, Any]:
-        with_batch(stage, run_batch)
+        run_batch(stage)
         return essence(stage.read())
 
     if on_stage(tenants, ours) != on_stage(tenants, theirs):

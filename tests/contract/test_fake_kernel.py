@@ -295,7 +295,6 @@ SEQUENCES: dict[str, list[Operation]] = {
         AddRoot(ROOT_QDISC),
         AddClass(htb(5)),
         SetFilter(flower(1, 443)),
-        SetFilter(flower(2, 443)),
         SetFilter(flower(2, 443, protocol=17)),
         SetFilter(flower(1, 443, to=6)),
         SetFilter(flower(1, 444)),
@@ -304,6 +303,15 @@ SEQUENCES: dict[str, list[Operation]] = {
         DeleteFilter(flower(1, 443)),
         DeleteFilter(flower(2, 443)),
         DeleteClass(at(5)),
+    ],
+    # Without deleting the class: Linux 6.1 never lets go of one that a refused flower filter named.
+    "flower filters that match alike": [
+        AddRoot(ROOT_QDISC),
+        AddClass(htb(5)),
+        SetFilter(flower(1, 443)),
+        SetFilter(flower(2, 443)),
+        SetFilter(flower(2, 444)),
+        SetFilter(flower(2, 443)),
     ],
 }
 
@@ -409,9 +417,8 @@ def any_operation(chosen: random.Random, capabilities: Capabilities) -> Operatio
     ]
     if ClassifierKind.FW in capabilities.classifiers:
         some_fw = fw(minor, mask=chosen.choice([MASK, MASK, 0xFF0000]), to=chosen.randint(1, 6))
-        some_flower = flower(
-            chosen.randint(1, 3), chosen.choice([443, 444]), to=minor, priority=chosen.choice([110, 112])
-        )
+        number = chosen.randint(1, 3)
+        some_flower = flower(number, 440 + number, to=minor, priority=chosen.choice([110, 112]))
         for some in (some_fw, some_flower):
             makers += [(3, lambda some=some: SetFilter(some)), (2, lambda some=some: DeleteFilter(some))]  # type: ignore[misc]
     weights, functions = zip(*makers, strict=True)

@@ -15,8 +15,11 @@ from kura_shaper.haproxy.check import Severity, check_with_haproxy, findings_in
 from kura_shaper.haproxy.generation import CONFIG_FILE, GatewayConfig
 from kura_shaper.haproxy.options import BandwidthLimit, CertificateKind, GatewayOptions, VersionTooOldError
 from kura_shaper.haproxy.render import render
+from kura_shaper.kernel.netns import in_new_namespace
 from kura_shaper.tenants.document import Backends, Endpoint, Gateway, Tenant, TenantsDocument
 from kura_shaper.units import Rate
+
+RESOLVER_NOTE = "no resolvers given: checked with a stand-in on loopback, not with this machine's"
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +64,21 @@ def test_it_is_read_without_a_warning(haproxy: HaproxyBinary, tmp_path: Path, si
     options = replace(options_for(haproxy, tmp_path), bandwidth_limit=limit)
     report = check_with_haproxy(fleet(size), options, binary=haproxy)
     assert report.findings == ()
-    assert report.notes == (f"no certificate at {options.certificate}: checked with a throwaway one",)
+    certificate = f"no certificate at {options.certificate}: checked with a throwaway one"
+    # Of the first two tenants the second has a DNS name for a backend.
+    assert report.notes == ((certificate, RESOLVER_NOTE) if size > 1 else (certificate,))
+
+
+@pytest.mark.privileged
+@pytest.mark.parametrize("limit", list(BandwidthLimit))
+def test_it_is_read_without_a_warning_where_nothing_has_a_route(
+    haproxy: HaproxyBinary, tmp_path: Path, limit: BandwidthLimit
+) -> None:
+    options = replace(options_for(haproxy, tmp_path), bandwidth_limit=limit)
+    # Even loopback is down in a new namespace.
+    report = in_new_namespace(lambda: check_with_haproxy(fleet(4), options, binary=haproxy))
+    assert report.findings == ()
+    assert RESOLVER_NOTE in report.notes
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ REFUSALS: list[tuple[Operation, int, type[KernelRefusedError], str]] = [
     (SetLeaf(Leaf(Handle(0x300), MISSING, SMALL_LEAF)), errno.ENOENT, NotThereError, "Specified class not found"),
     (AddClass(htb_class(Handle(0x21, 5))), errno.EINVAL, InvalidError, ""),
     (DeleteRoot(Handle(0x77)), errno.EINVAL, InvalidError, "Invalid handle"),
-    (DeleteClass(INNER), errno.EBUSY, InUseError, "HTB class in use"),
+    (DeleteClass(INNER), errno.EBUSY, InUseError, ""),  # Linux 6.1 has no words for it
     (
         AddRoot(HtbQdisc(ROOT_HANDLE, ROOT, 3, 1000)),
         errno.EINVAL,

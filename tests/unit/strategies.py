@@ -103,8 +103,8 @@ def cases(draw: st.DrawFn) -> Case:
     """A case that a tree can be built for: its budget holds at least a trickle for everyone."""
     region = draw(documents())
     host_traffic, reserve = draw(st.sampled_from(HostTraffic)), Rate(draw(st.sampled_from(RATES)))
-    # Our own two classes, the host, and what rounding to whole bytes takes.
-    needed = (len(region.tenants) + 3) * TRICKLE_MIN.bits_per_second + 8
+    # Our own two or three classes, the host, and what rounding to whole bytes takes.
+    needed = (len(region.tenants) + 4) * TRICKLE_MIN.bits_per_second + 8
     if host_traffic is HostTraffic.INSIDE:
         needed += reserve.bits_per_second
     leaf, spare = draw(st.sampled_from(LeafKind)), draw(st.sampled_from(RATES) | st.integers(0, 10**10))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from typing import TYPE_CHECKING
 
@@ -182,3 +184,55 @@ def test_a_version_that_is_too_old_or_none_is_code_2(
     command = ["render-haproxy", "--tenants", str(file), "--out", out, "--haproxy-version", version]
     assert call(monkeypatch, *command) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_an_error_is_one_object_too_where_json_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in (
+        ["plan", "--json"],
+        ["status", "--device", "nope0", "--json"],
+        ["plan", "--shape", "x", "--json"],
+    ):
+        assert call(monkeypatch, *arguments, "--json") == 2
+        shown = capsys.readouterr()
+        assert json.loads(shown.out)["error"]["code"] == "usage"
+        assert shown.err.count("\n") == 1
+
+
+def test_an_option_that_is_missing_or_unknown_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, words in ((["plan"], "--tenants"), (["nope"], "nope"), (["plan", "--nope"], "--nope")):
+        assert call(monkeypatch, *arguments) == 2
+        shown = capsys.readouterr().err
+        assert shown.count("\n") == 1
+        assert words in shown
+        assert "--help" in shown
+
+
+def test_a_fault_of_ours_does_not_look_like_differences(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("kura_shaper.cli.tenants.load_tenants", fail)
+    assert call(monkeypatch, "tenants", "lint", "x") == 4
+    assert "error[internal]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sink", ["pipe", "/dev/full"])
+def test_output_that_can_not_be_written_does_not_change_what_the_exit_code_says(tmp_path: Path, sink: str) -> None:
+    file = tmp_path / "tenants.yaml"
+    file.write_text(GOOD)
+    if sink == "pipe":
+        reader, writer = os.pipe()
+        os.close(reader)
+    else:
+        writer = os.open(sink, os.O_WRONLY)
+    command = [sys.executable, "-m", "kura_shaper", "tenants", "lint", str(file)]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert done.returncode == 0
+    assert b"Traceback" not in done.stderr

@@ -182,7 +182,7 @@ def test_leaves_of_another_kind_are_all_read_back() -> None:
     kernel = kernel_with(case(ACME).wanted())
     after = case(ACME, leaf=LeafKind.BFIFO).wanted()
     outcomes = execute(plan(after, kernel.snapshot()).operations, kernel, clock=FakeClock())
-    assert statuses(outcomes) == [Status.DONE] * 8
+    assert statuses(outcomes) == [Status.DONE] * 10
     assert_tree(kernel.snapshot(), after)
 
 

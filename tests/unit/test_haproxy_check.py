@@ -8,13 +8,14 @@ from pathlib import Path, PurePosixPath
 import pytest
 import trustme
 
-from kura_shaper.errors import UsageError
-from kura_shaper.haproxy.binary import HaproxyMissingError, find_haproxy, read_version
+from kura_shaper.errors import StateUnknownError, UsageError
+from kura_shaper.haproxy.binary import HaproxyBinary, HaproxyMissingError, find_haproxy, read_version
 from kura_shaper.haproxy.certificates import covers, dns_names, throwaway_pem
-from kura_shaper.haproxy.check import Finding, Severity, parse_messages, uncovered_hosts
+from kura_shaper.haproxy.check import Finding, Severity, check_with_haproxy, parse_messages, uncovered_hosts
 from kura_shaper.haproxy.generation import CONFIG_FILE, GatewayConfig
 from kura_shaper.haproxy.options import CertificateKind, GatewayOptions, VersionTooOldError
-from kura_shaper.tenants.document import Tenant, TenantsDocument
+from kura_shaper.haproxy.render import render
+from kura_shaper.tenants.document import Backends, Endpoint, Tenant, TenantsDocument
 from kura_shaper.units import Rate
 
 CONFIG = GatewayConfig(
@@ -24,6 +25,33 @@ CONFIG = GatewayConfig(
         "sni.map": b"acme.example acme\n",
     }
 )
+
+
+DNS_BACKENDS = TenantsDocument(
+    "test",
+    (
+        Tenant(
+            "acme",
+            0x100,
+            Rate(0),
+            Rate(8),
+            ("acme.kura.example",),
+            backends=Backends(http=Endpoint("acme.kura.svc", 4000, is_dns_name=True)),
+        ),
+    ),
+)
+
+
+def stub(path: Path, script: str) -> HaproxyBinary:
+    """Make a program that does so when it is given a configuration, its fourth argument."""
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return HaproxyBinary(path, (3, 0, 11))
+
+
+def local_options(tmp_path: Path) -> GatewayOptions:
+    """Options for which nothing but the certificate has to be stood in for."""
+    return GatewayOptions((3, 0, 11), certificate=PurePosixPath(tmp_path, "none.pem"), user="root", group="root")
 
 
 def program(path: Path, answer: str) -> Path:
@@ -169,3 +197,49 @@ def test_hosts_without_a_certificate_are_found(tmp_path: Path) -> None:
     assert uncovered_hosts(document, folder) == missing
     (tmp_path / "more.pem").write_bytes(trustme.CA().issue_cert("acme.cache.example").cert_chain_pems[0].bytes())
     assert uncovered_hosts(document, folder) == ()
+
+
+def test_a_check_uses_none_of_this_machines_resolvers(tmp_path: Path) -> None:
+    seen = tmp_path / "seen.cfg"
+    binary, options = stub(tmp_path / "haproxy", f'/bin/cp "$4" {seen}'), local_options(tmp_path)
+    report = check_with_haproxy(DNS_BACKENDS, options, binary=binary)
+    assert report.passed
+    assert report.notes[1:] == ("no resolvers given: checked with a stand-in on loopback, not with this machine's",)
+    checked = seen.read_text().split("\n")
+    rendered = render(DNS_BACKENDS, options).text(CONFIG_FILE).split("\n")
+    assert "parse-resolv-conf" not in seen.read_text()
+    # No line moves, so the places of findings stay true.
+    assert len(checked) == len(rendered)
+    number = rendered.index("    parse-resolv-conf")
+    assert checked[number] == "    nameserver ns0 tcp@127.0.0.1:53"
+
+
+def test_resolvers_that_were_given_are_checked_and_without_names_there_are_none(tmp_path: Path) -> None:
+    seen = tmp_path / "seen.cfg"
+    binary, options = stub(tmp_path / "haproxy", f'/bin/cp "$4" {seen}'), local_options(tmp_path)
+    given = replace(options, resolvers=(Endpoint("127.0.0.9", 53),))
+    assert len(check_with_haproxy(DNS_BACKENDS, given, binary=binary).notes) == 1
+    assert "nameserver ns0 127.0.0.9:53" in seen.read_text()
+    assert len(check_with_haproxy(TenantsDocument("test", ()), options, binary=binary).notes) == 1
+    assert "nameserver" not in seen.read_text()
+
+
+def test_an_unforeseen_end_is_one_line(tmp_path: Path) -> None:
+    binary = stub(tmp_path / "haproxy", "echo one; echo two >&2; exit 7")
+    report = check_with_haproxy(DNS_BACKENDS, local_options(tmp_path), binary=binary)
+    assert [str(finding) for finding in report.findings] == ["alert: HAProxy ended with status 7: two one"]
+
+
+def test_a_check_that_can_not_be_made_is_one_line_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = HaproxyBinary(tmp_path / "gone", (3, 0, 11))
+    with pytest.raises(StateUnknownError, match=r"gone gave no answer: .*No such file") as caught:
+        check_with_haproxy(DNS_BACKENDS, local_options(tmp_path), binary=gone)
+    assert "KURA_SHAPER_HAPROXY" in caught.value.remedy
+    assert "\n" not in str(caught.value)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(StateUnknownError, match=r"the check could not be made: .*nowhere") as caught:
+        check_with_haproxy(DNS_BACKENDS, local_options(tmp_path), binary=gone)
+    assert caught.value.remedy
+    assert "\n" not in str(caught.value)

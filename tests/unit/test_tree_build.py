@@ -35,6 +35,7 @@ def test_host_traffic_stands_beside_the_budget() -> None:
     assert drawn(FLEET) == [
         "20:1 20: 1T 1T 0",
         "20:2 20:1 50M 1T 0",
+        "20:12 20:1 1M 1T 0",
         "20:3 20:1 3G 3G 0",
         "20:10 20:3 1M 3G 1",
         "20:11 20:3 1M 3G 2",
@@ -44,10 +45,11 @@ def test_host_traffic_stands_beside_the_budget() -> None:
 
 
 def test_host_traffic_can_be_put_under_the_budget() -> None:
-    assert drawn(with_settings(host_traffic=HostTraffic.INSIDE))[:4] == [
+    assert drawn(with_settings(host_traffic=HostTraffic.INSIDE))[:5] == [
         "20:1 20: 1T 1T 0",
         "20:3 20:1 3G 3G 0",
         "20:2 20:3 50M 3G 0",
+        "20:12 20:3 1M 3G 0",
         "20:10 20:3 1M 3G 1",
     ]
 
@@ -67,13 +69,14 @@ def test_the_reserve_of_a_host_inside_is_taken_from_what_tenants_are_promised() 
 def test_a_tree_knows_its_root_its_default_and_its_owners() -> None:
     tree = FLEET.wanted().tree
     assert tree.shape is Shape.SINGLE
-    assert (str(tree.root.handle), tree.root.default_minor, tree.root.direct_qlen_packets) == ("20:", 2, 1000)
+    assert (str(tree.root.handle), tree.root.default_minor, tree.root.direct_qlen_packets) == ("20:", 0x12, 1000)
     assert owners_of(FLEET.document) == {
         1: "root",
         2: "host",
         3: "budget",
         0x10: "gateway",
         0x11: "unattributed",
+        0x12: "unknown",
         0x2A7: "t2a7",
         0x2B0: "t2b0",
     }
@@ -85,7 +88,7 @@ def test_a_tree_knows_its_root_its_default_and_its_owners() -> None:
 
 def test_every_class_without_children_has_a_leaf_whose_handle_says_whose_it_is() -> None:
     leaves = [f"{leaf.parent} {leaf.handle}" for leaf in FLEET.wanted().tree.leaves]
-    assert leaves == ["20:2 40:", "20:10 60:", "20:11 80:", "20:2a7 2a7:", "20:2b0 2b0:"]
+    assert leaves == ["20:2 40:", "20:12 a0:", "20:10 60:", "20:11 80:", "20:2a7 2a7:", "20:2b0 2b0:"]
 
 
 @settings(deadline=None)
@@ -196,4 +199,4 @@ def test_a_budget_of_nothing_is_refused() -> None:
 
 def test_the_least_that_must_be_said_is_the_budget() -> None:
     wanted = build(document(), ETH0, settings=TreeSettings(Rate(10**9)), capabilities=Capabilities())
-    assert [str(spec.classid) for spec in wanted.tree.classes] == ["20:1", "20:2", "20:3", "20:10", "20:11"]
+    assert [str(spec.classid) for spec in wanted.tree.classes] == ["20:1", "20:2", "20:12", "20:3", "20:10", "20:11"]

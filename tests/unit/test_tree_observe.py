@@ -10,9 +10,10 @@ from strategies import ETH0, Case, case, cases, kernel_with, tenant
 
 from kura_shaper.kernel.fake import FakeKernel
 from kura_shaper.tree.classifier import ClassifierKind
-from kura_shaper.tree.model import ROOT, Handle, HostTraffic, LeafKind, OtherQdisc, Shape
-from kura_shaper.tree.observe import observe
-from kura_shaper.tree.operations import DeleteClass, DeleteFilter
+from kura_shaper.tree.model import ROOT, Filter, Handle, HostTraffic, LeafKind, OtherMatch, OtherQdisc, Shape
+from kura_shaper.tree.observe import Asked, observe
+from kura_shaper.tree.operations import DeleteClass, DeleteFilter, SetFilter
+from kura_shaper.tree.params import TRICKLE_MIN
 from kura_shaper.tree.snapshot import ClassCounters
 from kura_shaper.units import Rate
 
@@ -22,7 +23,7 @@ HOST, BUDGET, ACME_CLASS = (Handle(0x20, minor) for minor in (2, 3, 0x2A7))
 
 
 def drift(kernel: FakeKernel, made: Case = FLEET, budget: Rate | None = None) -> tuple[str, ...]:
-    return observe(kernel.snapshot(), made.document, budget).drift
+    return observe(kernel.snapshot(), made.document, Asked(budget=budget)).drift
 
 
 def test_every_class_is_named_after_its_owner_with_its_leaf_and_counters() -> None:
@@ -44,16 +45,17 @@ def test_every_class_is_named_after_its_owner_with_its_leaf_and_counters() -> No
         ("20:3", "budget", ""),
         ("20:10", "gateway", "fq_codel"),
         ("20:11", "unattributed", "fq_codel"),
+        ("20:12", "unknown", "fq_codel"),
         ("20:2a7", "t2a7", "fq_codel"),
         ("20:2b0", "t2b0", "fq_codel"),
         ("20:999", "", "sfq"),
     ]
-    assert [c.counters.sent_bytes for c in found.classes] == [0, 0, 0, 0, 0, 7, 0, 0]
+    assert [c.counters.sent_bytes for c in found.classes] == [0, 0, 0, 0, 0, 0, 7, 0, 0]
 
 
 def test_without_a_document_tenants_have_no_name_and_nothing_drifts() -> None:
     found = observe(kernel_with(FLEET.wanted()).snapshot(), None)
-    assert [c.owner for c in found.classes][-3:] == ["unattributed", "", ""]
+    assert [c.owner for c in found.classes][-3:] == ["unknown", "", ""]
     assert found.drift == ()
 
 
@@ -69,7 +71,13 @@ def test_a_tree_as_it_was_made_does_not_drift_whatever_its_settings(made: Case) 
     kernel = kernel_with(made.wanted(), made.device)
     found = observe(kernel.snapshot(), made.document)
     assert found.drift == ()
-    assert observe(kernel.snapshot(), made.document, made.settings.budget).drift == ()
+    asked = Asked(
+        budget=made.settings.budget,
+        leaf=made.settings.leaf,
+        host_traffic=made.settings.host_traffic,
+        host_reserve=max(made.settings.host_reserve, TRICKLE_MIN),
+    )
+    assert observe(kernel.snapshot(), made.document, asked).drift == ()
 
 
 @pytest.mark.parametrize(
@@ -99,34 +107,47 @@ def test_a_tenant_that_came_or_went_or_changed_is_drift() -> None:
 
 def test_a_class_or_filter_that_was_taken_away_by_hand_is_drift() -> None:
     kernel = kernel_with(FLEET.wanted())
-    kernel.send([DeleteClass(ACME_CLASS), DeleteFilter(kernel.snapshot().filters[0])])
-    assert [line.split(":")[0] for line in drift(kernel)] == [
-        "add class 20",
-        "set leaf of 20",
-        "set filter prio 100 on 20",
-    ]
+    kernel.send([DeleteClass(ACME_CLASS)])
+    assert [line.split(":")[0] for line in drift(kernel)] == ["add class 20", "set leaf of 20"]
+    kernel.send([DeleteFilter(kernel.snapshot().filters[0])])
+    assert drift(kernel) == ("the classifier is missing; `kura-shaper apply` mends it",)
 
 
 @pytest.mark.parametrize(
     ("missing", "budget", "line"),
     [
-        (HOST, None, "add class 20:2: host is missing"),
-        (HOST, Rate(3 * 10**9), "add class 20:2: host is missing"),
-        (BUDGET, None, "add class 20:3: budget is missing"),
+        (HOST, None, "class 20:2 host is missing; `kura-shaper apply` mends it"),
+        (HOST, Rate(3 * 10**9), "class 20:2 host is missing; `kura-shaper apply` mends it"),
+        (Handle(0x20, 0x12), None, "class 20:12 unknown is missing; `kura-shaper apply` mends it"),
+        (BUDGET, None, "class 20:3 budget is missing; `kura-shaper apply` mends it"),
     ],
 )
 def test_a_class_that_the_settings_stand_in_is_drift_by_itself(missing: Handle, budget: Rate | None, line: str) -> None:
     kernel = kernel_with(FLEET.wanted())
     del kernel._classes[missing]
     assert drift(kernel, budget=budget) == (line,)
+    # Every tree of ours has it, so nobody needs a document to miss it.
+    assert observe(kernel.snapshot(), None).drift == (line,)
 
 
-def test_a_missing_budget_can_be_told() -> None:
+@pytest.mark.parametrize(
+    ("asked", "begins"),
+    [
+        (Asked(host_reserve=Rate(10**8)), "change class 20:2 parent 20:1 floor 100M"),
+        (Asked(host_traffic=HostTraffic.INSIDE), "delete class 20:12"),
+        (Asked(budget=Rate(10**9)), "change class 20:11 parent 20:3 floor 1M ceil 1G"),
+    ],
+)
+def test_what_is_asked_for_counts_for_more_than_what_is_in_force(asked: Asked, begins: str) -> None:
     kernel = kernel_with(FLEET.wanted())
-    kernel._clear(kernel.snapshot().root)
-    kernel._classes[HOST] = next(spec for spec in FLEET.wanted().tree.classes if spec.classid == HOST)
-    lines = drift(kernel, budget=Rate(10**9))
-    assert any(line.startswith("add class 20:3 parent 20:1 floor 1G ceil 1G") for line in lines)
+    assert observe(kernel.snapshot(), FLEET.document, asked).drift[0].startswith(begins)
+
+
+def test_a_foreign_filter_ahead_of_ours_is_drift() -> None:
+    kernel = kernel_with(FLEET.wanted())
+    kernel.send([SetFilter(Filter(Handle(0x20), 1, 3, 1, OtherMatch("u32")))])
+    (line,) = drift(kernel)
+    assert "it comes before ours" in line
 
 
 def test_a_budget_that_is_told_is_the_wanted_one() -> None:
@@ -144,14 +165,14 @@ def test_a_tree_without_any_leaf_of_ours_wants_the_best_kind() -> None:
     kernel = kernel_with(FLEET.wanted())
     for classid in list(kernel._leaves):
         kernel._leaves[classid] = OtherQdisc("pfifo", Handle(0), classid)
-    assert len(drift(kernel)) == 5
+    assert len(drift(kernel)) == 6
     assert {line.split(" to ")[1].split()[0] for line in drift(kernel)} == {"fq_codel"}
 
 
 def test_a_root_that_must_be_rebuilt_is_drift() -> None:
     kernel = kernel_with(FLEET.wanted())
     kernel._root = replace(FLEET.wanted().tree.root, direct_qlen_packets=2)
-    assert drift(kernel)[:2] == ("delete root qdisc 20:", "add root qdisc htb 20: default 2")
+    assert drift(kernel)[:2] == ("delete root qdisc 20:", "add root qdisc htb 20: default 12")
 
 
 def test_a_document_that_the_budget_in_force_cannot_hold_is_drift_not_a_failure() -> None:

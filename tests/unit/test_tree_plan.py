@@ -63,10 +63,10 @@ def notes_of(found: Plan) -> list[tuple[str, str]]:
     return [(note.code, note.message) for note in found.notes if note.code != "shape"]
 
 
-def test_a_first_plan_builds_everything_class_before_leaf_before_filter() -> None:
+def test_a_first_plan_builds_everything_class_leaf_filter_and_last_the_default_class() -> None:
     found = plan(case(ACME).wanted(), FakeKernel(ETH0).snapshot())
     assert lines(found) == [
-        "add root qdisc htb 20: default 2",
+        "add root qdisc htb 20: default 12",
         "add class 20:1 parent 20: floor 1T ceil 1T burst 125000000b cburst 125000000b quantum 60000b prio 0",
         "add class 20:2 parent 20:1 floor 50M ceil 1T burst 65536b cburst 125000000b quantum 60000b prio 0",
         "set leaf of 20:2 to fq_codel limit 10240p target 5000us",
@@ -78,9 +78,11 @@ def test_a_first_plan_builds_everything_class_before_leaf_before_filter() -> Non
         "add class 20:2a7 parent 20:3 floor 25M ceil 500M burst 65536b cburst 65536b quantum 60000b prio 1",
         "set leaf of 20:2a7 to fq_codel limit 2064p target 5000us",
         "set filter prio 100 on 20:: bpf of 61 instructions: class id from the mark, gateway ports",
+        "add class 20:12 parent 20:1 floor 1M ceil 1T burst 65536b cburst 125000000b quantum 12500b prio 0",
+        "set leaf of 20:12 to fq_codel limit 10240p target 5000us",
     ]
     assert found.impact is Impact.DEVICE_LOSS
-    assert [operation.impact for operation in found.operations[1:]] == [Impact.HITLESS] * 11
+    assert [operation.impact for operation in found.operations[1:]] == [Impact.HITLESS] * 13
 
 
 def test_a_second_plan_is_empty_and_costs_nothing() -> None:
@@ -195,8 +197,11 @@ def test_a_new_mtu_changes_quanta_and_leaves_in_place() -> None:
 
 def test_a_leaf_of_another_kind_is_taken_away_first_for_the_kernel_refuses_to_swap_it() -> None:
     found = from_to(case(ACME), case(ACME, leaf=LeafKind.FQ))
-    assert shape_of(found) == [("DeleteLeaf", "leaf-loss"), ("SetLeaf", "leaf-loss")] * 4
-    assert lines(found)[-2:] == ["delete leaf 2a7: of 20:2a7", "set leaf of 20:2a7 to fq limit 10240p flow_limit 1000p"]
+    assert shape_of(found) == [("DeleteLeaf", "leaf-loss"), ("SetLeaf", "leaf-loss")] * 5
+    assert lines(found)[-4:-2] == [
+        "delete leaf 2a7: of 20:2a7",
+        "set leaf of 20:2a7 to fq limit 10240p flow_limit 1000p",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -243,14 +248,15 @@ def test_a_program_is_replaced_in_one_step() -> None:
 
 
 @pytest.mark.parametrize("kinds", [(ClassifierKind.BPF, FW), (FW, ClassifierKind.BPF)])
-def test_a_filter_of_the_other_kind_goes_first_for_a_priority_has_one_kind(
+def test_the_other_kind_of_classifier_has_another_default_class_so_the_root_must_be_rebuilt(
     kinds: tuple[ClassifierKind, ClassifierKind],
 ) -> None:
-    before, after = (case(ACME, classifier=kind) for kind in kinds)
-    found = from_to(before, after)
-    removed = [op for op in found.operations if isinstance(op, DeleteFilter)]
-    assert removed == list(found.operations[: len(removed)])
-    bring(kernel_with(before.wanted()), after.wanted())
+    before, after = (case(ACME, classifier=kind).wanted() for kind in kinds)
+    kernel = kernel_with(before)
+    assert [refusal.code for refusal in plan(after, kernel.snapshot()).refusals] == ["rebuild-needed"]
+    rebuild = plan(after, kernel.snapshot(), Permission.DISRUPTION)
+    assert {*kernel.send(rebuild.operations)} == {None}
+    assert_tree(kernel.snapshot(), after)
 
 
 def test_a_gateway_port_before_another_moves_no_filter_onto_one_that_matches_alike() -> None:
@@ -280,7 +286,8 @@ def test_a_class_below_the_wrong_parent_is_moved_with_its_filters(minor: int, fi
 def test_the_host_moves_under_the_budget_and_back_with_its_leaf() -> None:
     outside, inside = case(ACME), case(ACME, host_traffic=HostTraffic.INSIDE)
     found = from_to(outside, inside)
-    assert shape_of(found) == [("DeleteClass", "leaf-loss"), ("AddClass", "hitless"), ("SetLeaf", "hitless")]
+    move = [("AddClass", "hitless"), ("SetLeaf", "hitless")]
+    assert shape_of(found) == [("DeleteClass", "leaf-loss")] * 2 + move * 2
     kernel = kernel_with(inside.wanted())
     bring(kernel, outside.wanted())
 
@@ -406,7 +413,7 @@ LEAF = case(ACME, leaf=LeafKind.BFIFO).wanted().tree.leaves[-1]
 @pytest.mark.parametrize(
     ("operation", "impact", "line"),
     [
-        (AddRoot(root_qdisc()), Impact.DEVICE_LOSS, "add root qdisc htb 20: default 2"),
+        (AddRoot(root_qdisc()), Impact.DEVICE_LOSS, "add root qdisc htb 20: default 12"),
         (DeleteRoot(Handle(0x20)), Impact.DEVICE_LOSS, "delete root qdisc 20:"),
         (
             RestoreQdisc(OtherQdisc("mq", Handle(0x8001), ROOT)),
@@ -460,7 +467,7 @@ def test_a_class_whose_owner_left_waits_until_it_is_quiet_and_one_that_moves_doe
     left = from_to(case(ACME, BETA), case(ACME))
     assert [op.only_when_quiet for op in left.operations if isinstance(op, DeleteClass)] == [True]
     moved = from_to(case(ACME), case(ACME, host_traffic=HostTraffic.INSIDE))
-    assert [op.only_when_quiet for op in moved.operations if isinstance(op, DeleteClass)] == [False]
+    assert [op.only_when_quiet for op in moved.operations if isinstance(op, DeleteClass)] == [False] * 2
 
 
 @pytest.mark.parametrize(("priority", "is_finding"), [(1, True), (50, True), (120, False)])
@@ -473,21 +480,46 @@ def test_a_foreign_filter_is_a_finding_when_it_comes_before_ours(priority: int, 
 
 
 @pytest.mark.parametrize(
-    ("root", "is_said"),
+    ("root", "says"),
     [
-        (OtherQdisc("prio", Handle(7), ROOT), True),
-        (HtbQdisc(Handle(7), ROOT, 1, 1000), True),
-        (OtherQdisc("mq", Handle(7), ROOT), False),
-        (OtherQdisc("fq", Handle(7), ROOT), False),
-        (OtherQdisc("pfifo_fast", Handle(0), ROOT), False),
+        (OtherQdisc("prio", Handle(7), ROOT), "may not be able to bring it back"),
+        (HtbQdisc(Handle(7), ROOT, 1, 1000), "may not be able to bring it back"),
+        (OtherQdisc("mq", Handle(7), ROOT), "brings it back with its options"),
+        (OtherQdisc("fq", Handle(7), ROOT), "brings it back with its options"),
+        (OtherQdisc("pfifo_fast", Handle(0), ROOT), ""),
     ],
 )
-def test_what_a_take_over_can_not_bring_back_is_said_before_it_goes(
-    root: HtbQdisc | OtherQdisc, *, is_said: bool
-) -> None:
+def test_what_a_take_over_can_not_bring_back_is_said_before_it_goes(root: HtbQdisc | OtherQdisc, says: str) -> None:
     actual = Snapshot(device=ETH0, root=root)
     found = plan(case(ACME).wanted(), actual, Permission.TAKE_OVER)
-    assert ("take-over" in {note.code for note in found.notes}) is is_said
+    said = [note.message for note in found.notes if note.code == "take-over"]
+    assert [says in message for message in said] == ([True] if says else [])
+
+
+def test_a_handle_that_is_taken_below_the_foreign_root_does_not_stop_a_take_over() -> None:
+    root = OtherQdisc("prio", Handle(1), ROOT)
+    child = OtherQdisc("pfifo", Handle(0x20), Handle(1, 2))
+    found = plan(case().wanted(), Snapshot(device=ETH0, root=root, verbatim=(root, child)), Permission.TAKE_OVER)
+    assert lines(found)[:2] == ["delete root qdisc 1:", "add root qdisc htb 20: default 12"]
+    queues = OtherQdisc("mq", Handle(0), ROOT)
+    hung = replace(child, parent=Handle(0, 1))
+    found = plan(case().wanted(), Snapshot(device=ETH0, root=queues, verbatim=(queues, hung)))
+    assert lines(found)[:2] == ["delete leaf 20: of 0:1", "add root qdisc htb 20: default 12"]
+
+
+def test_leaves_that_swapped_their_handles_are_put_right() -> None:
+    wanted = case(ACME, BETA).wanted()
+    kernel = kernel_with(wanted)
+    leaves = kernel.snapshot().leaves
+    acme, beta = leaves[Handle(0x20, 0x2A7)], leaves[BETA_CLASS]
+    assert isinstance(acme, Leaf)
+    assert isinstance(beta, Leaf)
+    kernel.send([DeleteLeaf(acme.parent, acme.handle), DeleteLeaf(beta.parent, beta.handle)])
+    kernel.send([SetLeaf(replace(acme, handle=beta.handle)), SetLeaf(replace(beta, handle=acme.handle))])
+    found = plan(wanted, kernel.snapshot())
+    assert {type(operation) for operation in found.operations} == {DeleteLeaf, SetLeaf}
+    assert kernel.send(found.operations) == [None] * 4
+    assert_tree(kernel.snapshot(), wanted)
 
 
 def test_a_device_without_a_queue_length_is_noted() -> None:
