@@ -169,3 +169,8 @@ def test_a_handle_that_the_kernel_would_take_for_another_is_refused(major: int, 
 def test_only_a_qdisc_without_a_handle_is_the_kernels_own_default() -> None:
     assert OtherQdisc("fq_codel", Handle(0), ROOT).is_kernel_default
     assert not OtherQdisc("fq_codel", Handle(0x8001), ROOT).is_kernel_default
+
+
+def test_a_bucket_that_the_kernel_has_no_bits_for_is_refused() -> None:
+    with pytest.raises(UsageError, match="a bucket of 524288 bytes at 8 bit/s is too long; raise the rate"):
+        ticks_of_bytes(Rate(8), 524_288)
