@@ -112,7 +112,7 @@ class Run:
         lab = self.world.lab
         devices = [NIC, *(pod.host_device for pod in lab.topology.pods)]
         measurement = measure(lab, clients, devices=devices, duration_ms=self.settings.duration_ms, classes=classes)
-        burst = burst_allowance_bytes(limit) if limit else 0
+        burst = burst_allowance_bytes(limit, senders=len(clients)) if limit else 0
         return Point(path, streams, measurement, counter, limit, burst)
 
     def through_gateway(
@@ -159,10 +159,13 @@ class Run:
         return where, spec
 
 
-def burst_allowance_bytes(limit: Rate) -> int:
-    """Return what a window may have above limit x time: the class's bucket and one GSO packet under way."""
+def burst_allowance_bytes(limit: Rate, *, senders: int = 1) -> int:
+    """Return what a window may have above limit x time: the bucket, and one GSO packet of each sender under way.
+
+    Below a budget each tenant's floor has a bucket of its own, which HTB honours whatever the parent says.
+    """
     device = Device(NIC, 0)
-    return burst_bytes(limit, device) + device.gso_max_bytes
+    return burst_bytes(limit, device) + senders * device.gso_max_bytes
 
 
 def today_points(run: Run) -> Iterator[Point]:
