@@ -334,8 +334,9 @@ def test_fragments_keep_the_mark_and_without_one_only_the_first_shows_its_port(
 def test_counters_of_the_classes_add_up_to_what_the_device_sent(network: Network, spent: Callable[..., Any]) -> None:
     chosen = random.Random(7)
     expected: Counter[Handle] = Counter()
-    at_start = network.sent_bytes()
+    before = network.sent_bytes()
     with spent() as found:
+        at_start = network.sent_bytes()
         for _ in range(500):
             family, classid = chosen.choice(FAMILIES), chosen.choice([ACME, ZETA, GATEWAY])
             payload = chosen.randrange(1_400)
@@ -343,7 +344,9 @@ def test_counters_of_the_classes_add_up_to_what_the_device_sent(network: Network
             expected[classid] += datagram_wire_bytes(family, payload)
         at_end = network.sent_bytes()
     assert {c: size for c, (_, size) in found.items() if c != HOST} == expected
-    assert sum(size for _, size in found.values()) == at_end - at_start
+    after = network.sent_bytes()
+    # The device is read on either side of the classes: the kernel's own packets may come in between.
+    assert at_end - at_start <= sum(size for _, size in found.values()) <= after - before
 
 
 def test_what_has_no_ports_is_the_hosts(network: Network, spent: Callable[..., Any]) -> None:
