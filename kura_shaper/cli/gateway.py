@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path, PurePosixPath
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -42,18 +42,6 @@ def register(app: typer.Typer) -> None:
     )(render_haproxy)
 
 
-@dataclass(frozen=True, slots=True)
-class _Difference:
-    """What was rendered, what is in force under OUT, and the difference as text."""
-
-    new: GatewayConfig
-    old: GatewayConfig
-
-    @property
-    def text(self) -> str:
-        return diff_text(self.old, self.new)
-
-
 def render_haproxy(
     tenants: options.TenantsFile,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Generations are written here.")],
@@ -87,13 +75,21 @@ def render_haproxy(
         bandwidth_limit=bwlim,
     )
     report = check_with_haproxy(document, gateway, binary=binary) if check and binary else None
-    difference = _Difference(render(document, gateway), read_generation(out))
-    if (report is None or report.passed) and not diff:
-        write_generation(difference.new, out)
-    _show(document, difference, report, only_diff=diff, as_json=as_json)
-    if report is not None and not report.passed:
+    new, old = render(document, gateway), read_generation(out)
+    is_sound = report is None or report.passed
+    if is_sound and not diff:
+        write_generation(new, out)
+    text = diff_text(old, new) if diff else None
+    if as_json:
+        show.print_json(
+            _as_json(document, new, old, report)
+            | {"written": new.generation != old.generation and is_sound and not diff}
+        )
+    else:
+        _print(new, old, report, difference=text)
+    if not is_sound:
         raise typer.Exit(3)
-    raise typer.Exit(1 if diff and difference.text else 0)
+    raise typer.Exit(1 if text else 0)
 
 
 def _version(text: str, binary: HaproxyBinary | None) -> tuple[int, int, int]:
@@ -105,41 +101,24 @@ def _version(text: str, binary: HaproxyBinary | None) -> tuple[int, int, int]:
     return int(match[1]), int(match[2]), int(match[3] or _ANY_PATCH)
 
 
-def _show(
-    document: TenantsDocument,
-    difference: _Difference,
-    report: CheckReport | None,
-    *,
-    only_diff: bool,
-    as_json: bool,
-) -> None:
-    changed = difference.new.generation != difference.old.generation
-    if as_json:
-        findings = report.findings if report else ()
-        show.print_json(
-            {
-                "generation": difference.new.generation,
-                "changed": changed,
-                "written": changed and not only_diff and (report is None or report.passed),
-                "tenants": len(document.tenants),
-                "checked": report is not None,
-                "notes": list(report.notes) if report else [],
-                "findings": [
-                    {
-                        "severity": f.severity.value,
-                        "file": f.file,
-                        "line": f.line,
-                        "tenant": f.tenant,
-                        "message": f.message,
-                    }
-                    for f in findings
-                ],
-            }
-        )
-        return
-    for line in (*(report.findings if report else ()), *(report.notes if report else ())):
+def _as_json(
+    document: TenantsDocument, new: GatewayConfig, old: GatewayConfig, report: CheckReport | None
+) -> dict[str, Any]:
+    return {
+        "generation": new.generation,
+        "changed": new.generation != old.generation,
+        "tenants": len(document.tenants),
+        "checked": report is not None,
+        "notes": list(report.notes) if report else [],
+        "findings": [asdict(f) | {"severity": f.severity.value} for f in report.findings] if report else [],
+    }
+
+
+def _print(new: GatewayConfig, old: GatewayConfig, report: CheckReport | None, *, difference: str | None) -> None:
+    for line in (*report.findings, *report.notes) if report else ():
         typer.echo(str(line), err=True)
-    if only_diff:
-        show.say(difference.text, newline=False)
+    if difference is not None:
+        show.say(difference, newline=False)
     elif report is None or report.passed:
-        show.say(f"generation {difference.new.generation}: {'written' if changed else 'unchanged'}")
+        changed = new.generation != old.generation
+        show.say(f"generation {new.generation}: {'written' if changed else 'unchanged'}")

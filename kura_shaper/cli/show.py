@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from kura_shaper.kernel.executor import Status
-from kura_shaper.tree.model import HtbQdisc
 from kura_shaper.tree.notes import Weight
 
 if TYPE_CHECKING:
@@ -147,8 +146,7 @@ def _root(observed: Observed) -> str:
     root = observed.actual.root
     if root is None:
         return "none"
-    kind = "htb" if isinstance(root, HtbQdisc) else root.kind
-    return f"{kind} {root.handle}"
+    return f"{root.kind} {root.handle}"
 
 
 def _status_json(observed: Observed, age_ms: int) -> dict[str, Any]:

@@ -100,8 +100,7 @@ def _log_outcome(name: str, applied: Applied, actual: Snapshot | Unknown) -> Non
 
 def _keep_former(actual: Snapshot, wanted: Wanted, journal: Journal) -> bool:
     """Write down what is about to go, unless that is ours, or what the kernel put where ours was."""
-    nobody_chose_it = actual.root is None or (isinstance(actual.root, OtherQdisc) and actual.root.is_kernel_default)
-    if is_ours(actual.root, wanted.tree.root) or (nobody_chose_it and journal.read() is not None):
+    if is_ours(actual.root, wanted.tree.root) or (actual.has_default_root and journal.read() is not None):
         return False
     journal.write(Former(actual.verbatim))
     return True
@@ -111,7 +110,7 @@ def _left_half_way(former: Former | None, actual: Snapshot | Unknown) -> bool:
     """Whether an earlier removal was cut off after our root went and before the former one came back."""
     if former is None or not former.restorable or isinstance(actual, Unknown):
         return False
-    return actual.root is None or (isinstance(actual.root, OtherQdisc) and actual.root.is_kernel_default)
+    return actual.has_default_root
 
 
 def _restoring(former: Former | None) -> tuple[tuple[RestoreQdisc, ...], tuple[Note, ...]]:

@@ -33,10 +33,15 @@ _SO_RCVBUFFORCE, _SO_SNDBUFFORCE = 33, 32
 _BUFFER_BYTES = 4 * 1024 * 1024
 _BATCH_MESSAGES = 256
 _RECEIVE_BYTES = 1024 * 1024
-_INTERRUPTED_TRIES = 5
 _TIMEOUT_S = 10.0
 _NUMBER_MAX = 0xFFFFFFFF
 _U16, _U32 = struct.Struct("=H"), struct.Struct("=I")
+
+
+class DumpBrokenOffError(StateUnknownError):
+    """A dump did not come whole; another try may."""
+
+    code = "dump_broken_off"
 
 
 class TcClient:
@@ -112,23 +117,24 @@ class TcClient:
             if sequence == last:
                 return refused
 
-    def dump(self, request: bytes, each: Callable[[memoryview, int, int], None], restart: Callable[[], None]) -> None:
+    def dump(self, request: bytes, each: Callable[[memoryview, int, int], None]) -> None:
         """Run a dump request, calling each(data, first byte of tcmsg, end) for every object.
 
-        A dump that the kernel marks as interrupted by a change is run again after restart().
-        Raises StateUnknownError when it stays so, or answers are lost.
+        Raises DumpBrokenOffError when the kernel marks it as interrupted by a change, or answers
+        are lost: what was seen of it is worth nothing. StateUnknownError when it can't be had at all.
         """
-        for _ in range(_INTERRUPTED_TRIES):
-            restart()
-            try:
-                if self._dump_once(request, each):
-                    return
-            except TimeoutError as error:
-                raise StateUnknownError("the kernel did not answer a dump") from error
-            except OSError as error:
-                if error.errno != errno.ENOBUFS:
-                    raise StateUnknownError(f"a dump failed: {os.strerror(error.errno or 0)}") from error
-        raise StateUnknownError("the tree changed during every reading of it, or answers were lost", remedy="run again")
+        try:
+            is_whole = self._dump_once(request, each)
+        except TimeoutError as error:
+            raise StateUnknownError("the kernel did not answer a dump") from error
+        except OSError as error:
+            if error.errno != errno.ENOBUFS:
+                raise StateUnknownError(f"a dump failed: {os.strerror(error.errno or 0)}") from error
+            is_whole = False
+        if not is_whole:
+            raise DumpBrokenOffError(
+                "the tree changed during every reading of it, or answers were lost", remedy="run again"
+            )
 
     def _dump_once(self, request: bytes, each: Callable[[memoryview, int, int], None]) -> bool:
         self._forget()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kura_shaper.errors import KuraShaperError
 from kura_shaper.kernel import wire
+from kura_shaper.kernel.client import DumpBrokenOffError
 from kura_shaper.kernel.watch import ChangeWatch
 from kura_shaper.tree.model import (
     ROOT,
@@ -63,17 +64,23 @@ class _Object(NamedTuple):
 
 def read_snapshot(client: TcClient, device: Device, *, clock: Clock) -> Snapshot | Unknown:
     """Return what the kernel has on a device now; Unknown when it can't be read whole."""
+    reason = ""
     try:
         for _ in range(_TRIES):
             with ChangeWatch(device.ifindex) as watch:
-                snapshot = _Reading(client, device).snapshot(clock.now_ns())
+                try:
+                    snapshot = _Reading(client, device).snapshot(clock.now_ns())
+                except DumpBrokenOffError as error:
+                    reason = str(error)
+                    continue
                 if not watch.saw_change():
                     return _plausible(snapshot)
+                reason = "the tree, or the devices, changed during every reading"
     except (KuraShaperError, OSError) as error:
         return Unknown(str(error))
     except (LookupError, ValueError, struct.error) as error:
         return Unknown(f"the kernel's answer can't be understood: {type(error).__name__}: {error}")
-    return Unknown("the tree, or the devices, changed during every reading")
+    return Unknown(reason)
 
 
 def _plausible(snapshot: Snapshot) -> Snapshot | Unknown:
@@ -98,15 +105,13 @@ class _Reading:
         self._filters: list[Filter] = []
 
     def snapshot(self, taken_at_ns: int) -> Snapshot:
-        self._client.dump(wire.dump_request(wire.Message.GETQDISC), self._qdisc, self._restart_qdiscs)
+        self._client.dump(wire.dump_request(wire.Message.GETQDISC), self._qdisc)
         root = self._root
         if isinstance(root, HtbQdisc):
             index = self._device.ifindex
-            self._client.dump(
-                wire.dump_request(wire.Message.GETTCLASS, index, root.handle.u32), self._class, self._restart_classes
-            )
+            self._client.dump(wire.dump_request(wire.Message.GETTCLASS, index, root.handle.u32), self._class)
             request = wire.dump_request(wire.Message.GETTFILTER, index, root.handle.u32)
-            self._client.dump(request, self._filter, self._filters.clear)
+            self._client.dump(request, self._filter)
         return Snapshot(
             device=self._device,
             root=root,
@@ -118,15 +123,6 @@ class _Reading:
             direct_packets=self._direct_packets,
             taken_at_ns=taken_at_ns,
         )
-
-    def _restart_qdiscs(self) -> None:
-        self._root = None
-        self._verbatim.clear()
-        self._leaves.clear()
-
-    def _restart_classes(self) -> None:
-        self._classes.clear()
-        self._counters.clear()
 
     def _qdisc(self, data: memoryview, start: int, end: int) -> None:
         # The kernel ignores the device in a request for qdiscs, so it is chosen here.

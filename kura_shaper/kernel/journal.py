@@ -32,8 +32,6 @@ _VERSION = 1
 _OPTIONS_MAX_BYTES = 65_000
 # What a file that is no journal makes of reading it.
 _DAMAGED = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError, AttributeError, UsageError)
-# What a file that is no journal makes of reading it.
-_DAMAGED = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError, AttributeError, UsageError)
 _HOOKS = frozenset({"ingress", "clsact"})
 
 

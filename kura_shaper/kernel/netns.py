@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from typing import TYPE_CHECKING, TypeVar
 
@@ -27,7 +26,7 @@ def in_new_namespace(work: Callable[[], _T]) -> _T:
 
     def run() -> None:
         try:
-            _unshare_network()
+            unshare_network()
             results.append(work())
         except BaseException as error:
             errors.append(error)
@@ -40,13 +39,8 @@ def in_new_namespace(work: Callable[[], _T]) -> _T:
     return results[0]
 
 
-def _unshare_network() -> None:
-    if hasattr(os, "unshare"):
-        try:
-            os.unshare(_CLONE_NEWNET)
-        except OSError as error:
-            raise refusal(error.errno or 0, doing="making a network namespace") from error
-        return
+def unshare_network() -> None:
+    """Put the calling thread into a new network namespace. Raises KernelRefusedError when the kernel grants none."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNET) != 0:
         raise refusal(ctypes.get_errno(), doing="making a network namespace")

@@ -117,22 +117,11 @@ def attribute(kind: int, payload: bytes) -> bytes:
     return ATTRIBUTE.pack(length, kind) + payload + b"\0" * (-length & 3)
 
 
-def attributes(data: memoryview | bytes, start: int = 0, end: int | None = None) -> Iterator[tuple[int, int, int]]:
-    """Yield (type, first byte, end) of each attribute; a malformed rest ends the walk.
+def spans(data: memoryview | bytes, start: int, end: int) -> dict[int, tuple[int, int]]:
+    """Return (first byte, end) of attributes by type; the last of a type counts, a malformed rest ends the walk.
 
     Flags in the type's two highest bits (nested, byte order) are masked away.
     """
-    end = len(data) if end is None else end
-    while start + 4 <= end:
-        length, kind = ATTRIBUTE.unpack_from(data, start)
-        if length < 4 or start + length > end:
-            return
-        yield kind & 0x3FFF, start + 4, start + length
-        start += (length + 3) & ~3
-
-
-def spans(data: memoryview | bytes, start: int, end: int) -> dict[int, tuple[int, int]]:
-    """Return (first byte, end) of attributes by type, as `attributes` finds them; the last of a type counts."""
     found = {}
     unpack = ATTRIBUTE.unpack_from
     while start + 4 <= end:
@@ -306,7 +295,6 @@ def error_of(data: memoryview, start: int, flags: int) -> tuple[int, str]:
         (inner_length,) = _U32.unpack_from(data, start + 4)
         capped = flags & 0x100
         first = start + 4 + (HEADER.size if capped else (inner_length + 3) & ~3)
-        for kind, begin, end in attributes(data, first):
-            if kind == 1:
-                words = bytes(data[begin:end]).rstrip(b"\0").decode(errors="replace")
+        begin, end = spans(data, first, len(data)).get(1, (0, 0))
+        words = bytes(data[begin:end]).rstrip(b"\0").decode(errors="replace")
     return abs(number) or 0, " ".join(words.split())

@@ -10,7 +10,7 @@ from plotly.offline import get_plotlyjs
 
 from kura_shaper.lab.measure import NIC_TX
 from kura_shaper.lab.report import headline, table, words_of
-from kura_shaper.lab.scenarios import UNATTRIBUTED, Path
+from kura_shaper.lab.scenarios import UNATTRIBUTED, Path, in_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,8 +29,8 @@ th, td { padding: .25rem .8rem; text-align: right; border-bottom: 1px solid #e3e
 th { font-weight: 600; color: #5a6675; }
 td:nth-child(-n+2), th:nth-child(-n+2), td:last-child { text-align: left; }
 """
-_STORY = {
-    "today": (
+_STORY = (
+    (
         "Today: pacing at the NIC, keyed by the pod",
         (
             "Path A holds its ceiling whatever the number of streams. Path B sends the same tenant's bytes through the"
@@ -38,7 +38,7 @@ _STORY = {
         ),
         (Path.DIRECT, Path.BYPASS),
     ),
-    "shaped": (
+    (
         "Shaped: path B under the tree",
         (
             "The gateway marks each connection with its tenant, and the tree at the device holds the sum of all of"
@@ -53,7 +53,7 @@ _STORY = {
             Path.PEER,
         ),
     ),
-}
+)
 _WIDTH, _HEIGHT = 1080, 360
 
 
@@ -97,12 +97,12 @@ def _table(report: Report) -> str:
 
 
 def _story_plots(report: Report) -> Iterable[str]:
-    for title, words, paths in _STORY.values():
+    for title, words, paths in _STORY:
         points = [p for p in report.points if p.path in paths]
         if points:
             figure = _figure()
             for point in points:
-                name = f"{words_of(point.path)}, {point.streams} {'stream' if point.streams == 1 else 'streams'}"
+                name = f"{words_of(point.path)}, {in_words(point.streams)}"
                 _line(figure, name, point.measurement.series(point.counter), point)
             _level(figure, "ceiling", report.settings.ceiling.mbps)
             _level(figure, "floor", report.tenants[0].floor.mbps)

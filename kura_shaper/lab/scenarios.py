@@ -20,7 +20,7 @@ from kura_shaper.lab.measure import CLIENT_DURATION_MS, NIC_TX, ClassBytes, Meas
 from kura_shaper.lab.servers import ServerSpec
 from kura_shaper.lab.topology import NIC, Family
 from kura_shaper.lab.traffic import Application, Security, TrafficSpec
-from kura_shaper.lab.world import HTTPS_PORT, OBJECT_PORT, PEER_PORT, World
+from kura_shaper.lab.world import HTTPS_PORT, OBJECT_PORT, PEER_PORT, SERVERS_MODULE, World
 from kura_shaper.tenants.marks import ReservedClass
 from kura_shaper.tree.model import Device
 from kura_shaper.tree.params import burst_bytes
@@ -108,7 +108,7 @@ class Run:
     ) -> Point:
         """Measure one point."""
         streams = sum(spec.streams for _, spec in clients)
-        self.tell(f"{path}, {streams} {'stream' if streams == 1 else 'streams'}")
+        self.tell(f"{path}, {in_words(streams)}")
         lab = self.world.lab
         devices = [NIC, *(pod.host_device for pod in lab.topology.pods)]
         measurement = measure(lab, clients, devices=devices, duration_ms=self.settings.duration_ms, classes=classes)
@@ -159,6 +159,11 @@ class Run:
         return where, spec
 
 
+def in_words(streams: int) -> str:
+    """Return a number of streams for people."""
+    return f"{streams} {'stream' if streams == 1 else 'streams'}"
+
+
 def burst_allowance_bytes(limit: Rate, *, senders: int = 1) -> int:
     """Return what a window may have above limit x time: the bucket, and one GSO packet of each sender under way.
 
@@ -189,7 +194,7 @@ def today_points(run: Run) -> Iterator[Point]:
 def shaped_points(run: Run) -> Iterator[Point]:
     """Hold path B by the tree alone over every protocol, then once with bwlim in front of it."""
     ceiling, tenant = run.settings.ceiling, run.tenant
-    with _apply_tree(run) as classes:
+    with _watched_tree(run) as classes:
         gateway = run.world.start_gateway(BandwidthLimit.OFF)
         protocols = {
             Path.SHAPED: Application.HTTP1,
@@ -215,7 +220,7 @@ def shaped_points(run: Run) -> Iterator[Point]:
 
 def floors_points(run: Run) -> Iterator[Point]:
     """Let all tenants want everything: the one with the largest floor opens the fewest connections."""
-    with _apply_tree(run) as classes:
+    with _watched_tree(run) as classes:
         gateway = run.world.start_gateway(BandwidthLimit.OFF)
         by_floor = sorted(run.world.tenants, key=lambda tenant: tenant.floor)
         clients = [run.through_gateway(tenant, 8 >> place) for place, tenant in enumerate(by_floor)]
@@ -226,9 +231,9 @@ def floors_points(run: Run) -> Iterator[Point]:
 def foreign_points(run: Run) -> Iterator[Point]:
     """Put somebody else's server on the gateway's port: it knows no mark."""
     topology = run.world.lab.topology
-    with _apply_tree(run) as classes:
+    with _watched_tree(run) as classes:
         server = run.world.lab.spawn_module(
-            topology.node, "kura_shaper.lab.servers", ServerSpec(object_port=0, stream_port=HTTPS_PORT).arguments()
+            topology.node, SERVERS_MODULE, ServerSpec(object_port=0, stream_port=HTTPS_PORT).arguments()
         )
         server.wait_event("ready", timeout_s=10)
         spec = TrafficSpec(
@@ -243,7 +248,8 @@ def foreign_points(run: Run) -> Iterator[Point]:
         server.stop()
 
 
-def _apply_tree(run: Run) -> ClassBytes:
+def _watched_tree(run: Run) -> ClassBytes:
+    """Put the tree in force and return the byte counters of its classes."""
     apply_tree(run.world, run.settings.budget)
     return ClassBytes(run.world.lab, run.world.document)
 

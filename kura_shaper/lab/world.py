@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 HTTPS_PORT, PEER_PORT, OBJECT_PORT = 443, 7443, 4000
 _DOMAIN = "lab.example"
 _GATEWAY_START_S = 10.0
-_SERVERS = "kura_shaper.lab.servers"
+SERVERS_MODULE = "kura_shaper.lab.servers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class World:
         """Start every tenant's backends and return when all of them listen."""
         spec = ServerSpec(object_port=OBJECT_PORT, peer_port=PEER_PORT, cert_file=self._certificates)
         pods = self.lab.topology.pods
-        servers = [self.lab.spawn_module(pod.namespace, _SERVERS, spec.arguments()) for pod in pods]
+        servers = [self.lab.spawn_module(pod.namespace, SERVERS_MODULE, spec.arguments()) for pod in pods]
         for server in servers:
             server.wait_event("ready", timeout_s=_GATEWAY_START_S)
 

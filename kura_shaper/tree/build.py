@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from kura_shaper.errors import RefusedError, UsageError
-from kura_shaper.tenants.marks import ReservedClass
+from kura_shaper.tenants.marks import TENANT_CLASS_MIN, ReservedClass
 from kura_shaper.tree import params
 from kura_shaper.tree.allot import Allotment, allot
 from kura_shaper.tree.classifier import ClassifierKind, filters
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 # Majors below 0x100 are ours: a tenant's leaf has its class id as major, so none collides.
 ROOT_MAJOR = 0x20
+# Classes without an entry only hold others.
 _LEAF_MAJORS = {
     ReservedClass.HOST: 0x40,
     ReservedClass.GATEWAY: 0x60,
@@ -42,8 +43,6 @@ _LEAF_MAJORS = {
 
 # HTB serves lower numbers first where classes borrow. Floors hold whatever the priority.
 _HOST_PRIO, _TENANT_PRIO, _UNATTRIBUTED_PRIO = 0, 1, 2
-
-_LEAF_ORDER = (LeafKind.FQ_CODEL, LeafKind.FQ, LeafKind.BFIFO)
 
 
 class ShapeChoice(StrEnum):
@@ -152,7 +151,7 @@ def _shape(choice: ShapeChoice) -> tuple[Shape, Note]:
 def _leaf_kind(wanted: LeafKind, capabilities: Capabilities) -> tuple[LeafKind, tuple[Note, ...]]:
     if wanted in capabilities.leaves:
         return wanted, ()
-    for kind in _LEAF_ORDER:
+    for kind in LeafKind:
         if kind in capabilities.leaves:
             cost = ", so flows within a tenant share one queue" if kind is LeafKind.BFIFO else ""
             return kind, (Note("leaf-degraded", f"the kernel has no {wanted}: leaves are {kind}{cost}"),)
@@ -212,9 +211,8 @@ def _classes(
 
 
 def _leaves(classes: Iterable[HtbClass], kind: LeafKind, device: Device) -> Iterable[Leaf]:
-    inner = {ReservedClass.ROOT, ReservedClass.BUDGET}
     for spec in classes:
         minor = spec.classid.minor
-        if minor not in inner:
-            handle = Handle(_LEAF_MAJORS.get(ReservedClass(minor), 0) if minor < 0x100 else minor)
-            yield Leaf(handle, spec.classid, params.leaf_parameters(kind, spec.ceil, device))
+        major = minor if minor >= TENANT_CLASS_MIN else _LEAF_MAJORS.get(ReservedClass(minor))
+        if major is not None:
+            yield Leaf(Handle(major), spec.classid, params.leaf_parameters(kind, spec.ceil, device))

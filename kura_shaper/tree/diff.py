@@ -1,7 +1,7 @@
 """From what is there to what is wanted: operations in an order that is safe at every step.
 
 1. What has to go goes: filters, then classes, children before parents, in one run, so that
-   they are drained together.
+   those that must be quiet first are waited for together.
 2. Everything that shrinks goes to the smaller of old and new, children before parents.
 3. Then everything grows or is added, parents before children: class and leaf, then the
    filters, and last the default class. A class and its leaf travel in one send, since the
@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kura_shaper.tenants.marks import ReservedClass
+from kura_shaper.tenants.marks import TENANT_CLASS_MIN, ReservedClass
 from kura_shaper.tree.classifier import MARK_PRIORITY, OUR_PRIORITIES
 from kura_shaper.tree.model import BpfMatch, FlowerMatch, FqCodel, FwMatch, HtbQdisc, Leaf, OtherMatch, OtherQdisc
 from kura_shaper.tree.notes import Note, Weight
@@ -96,7 +96,7 @@ def plan_removal(root: HtbQdisc, actual: Snapshot | Unknown) -> Plan:
 
 def has_minor_of_ours(classid: Handle) -> bool:
     """Whether we hand out this class's minor, so that it is ours to delete when nobody wants it."""
-    return classid.minor in _OUR_MINORS or classid.minor >= 0x100
+    return classid.minor in _OUR_MINORS or classid.minor >= TENANT_CLASS_MIN
 
 
 def _root(tree: Tree, actual: Snapshot) -> tuple[tuple[Operation, ...], Snapshot]:
@@ -276,13 +276,10 @@ def _parents_first(classes: Mapping[Handle, HtbClass]) -> list[Handle]:
 def _take_over_notes(tree: Tree, actual: Snapshot) -> Iterable[Note]:
     """Say before a root of somebody else's is replaced what of it can't be brought back."""
     root = actual.root
-    if root is None or is_ours(root, tree.root):
+    if root is None or actual.has_default_root or is_ours(root, tree.root):
         return
-    kind = "htb" if isinstance(root, HtbQdisc) else root.kind
-    if root.handle.major == 0:
-        return
-    back = "brings it back with its options" if kind in _RESTORABLE else "may not be able to bring it back"
-    message = f"{kind} {root.handle} goes: `uninstall` {back}, and not its classes, filters and size tables"
+    back = "brings it back with its options" if root.kind in _RESTORABLE else "may not be able to bring it back"
+    message = f"{root.kind} {root.handle} goes: `uninstall` {back}, and not its classes, filters and size tables"
     yield Note("take-over", f"{message}; keep a copy of what you need")
 
 

@@ -67,7 +67,7 @@ class HostTraffic(StrEnum):
 
 
 class LeafKind(StrEnum):
-    """Queueing disciplines that we put below a class."""
+    """Queueing disciplines that we put below a class, the best first."""
 
     FQ_CODEL = "fq_codel"
     FQ = "fq"
@@ -108,6 +108,7 @@ class HtbQdisc:
     default_minor: int
     direct_qlen_packets: int
     has_size_table: bool = False
+    kind: str = field(default="htb", init=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from kura_shaper.tree.model import BpfMatch, FlowerMatch, Fq, FqCodel, FwMatch, Handle, LeafKind
+from kura_shaper.tree.model import ROOT, BpfMatch, FlowerMatch, Fq, FqCodel, FwMatch, Handle, LeafKind
 
 if TYPE_CHECKING:
     from kura_shaper.tree.model import Filter, HtbClass, HtbQdisc, Leaf, OtherQdisc
@@ -89,7 +89,7 @@ class ChangeClass:
 class DeleteClass:
     """Remove a class and its leaf. One whose owner left stays for as long as it still sends:
 
-    without it its connections would count as host traffic, and lose their ceiling.
+    without it its connections would carry a mark that no class has, and lose their ceiling.
     """
 
     classid: Handle
@@ -166,7 +166,7 @@ Operation = (
 
 
 def _parent(handle: Handle) -> str:
-    return "root" if handle == Handle(0xFFFF, 0xFFFF) else str(handle)
+    return "root" if handle == ROOT else str(handle)
 
 
 def _class(spec: HtbClass) -> str:

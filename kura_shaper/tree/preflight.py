@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from kura_shaper.tree.model import Tree
     from kura_shaper.tree.snapshot import Snapshot
 
-
 _OUR_DEFAULTS = frozenset({ReservedClass.HOST, ReservedClass.UNKNOWN})
 
 
@@ -56,13 +55,12 @@ def _device_refusals(actual: Snapshot) -> tuple[Refusal, ...]:
 
 def _root_refusals(tree: Tree, actual: Snapshot, permission: Permission) -> tuple[Refusal, ...]:
     root, name = actual.root, actual.device.name
-    if root is None or (isinstance(root, OtherQdisc) and root.is_kernel_default):
+    if root is None or actual.has_default_root:
         return ()
     if not is_ours(root, tree.root):
         if Permission.TAKE_OVER in permission:
             return ()
-        kind = "htb" if isinstance(root, HtbQdisc) else root.kind
-        message = f"{name} has a root qdisc of somebody else's: {kind} {root.handle}"
+        message = f"{name} has a root qdisc of somebody else's: {root.kind} {root.handle}"
         return (Refusal("foreign-root", message, "find its owner first, then --take-over replaces it"),)
     if root != tree.root and Permission.DISRUPTION not in permission:
         message = f"the root qdisc of {name} was made with other parameters and can't be changed in place"

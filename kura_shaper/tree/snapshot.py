@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kura_shaper.tree.model import OtherQdisc
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kura_shaper.tree.model import Device, Filter, Handle, HtbClass, HtbQdisc, Leaf, OtherQdisc
+    from kura_shaper.tree.model import Device, Filter, Handle, HtbClass, HtbQdisc, Leaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +52,8 @@ class Snapshot:
     counters: Mapping[Handle, ClassCounters] = field(default_factory=dict)
     direct_packets: int = 0
     taken_at_ns: int = 0
+
+    @property
+    def has_default_root(self) -> bool:
+        """Whether nobody chose what is at the root: there is nothing, or the kernel's own default."""
+        return self.root is None or (isinstance(self.root, OtherQdisc) and self.root.is_kernel_default)

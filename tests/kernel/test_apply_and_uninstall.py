@@ -183,7 +183,7 @@ def alike(some: list[OtherQdisc], others: list[OtherQdisc]) -> bool:
     """Whether they are the same, but for a microsecond that codel loses of a time each time it is set."""
 
     def values(qdisc: OtherQdisc) -> dict[int, bytes]:
-        return {kind: qdisc.options[begin:end] for kind, begin, end in wire.attributes(qdisc.options)}
+        return {kind: qdisc.options[a:b] for kind, (a, b) in wire.spans(qdisc.options, 0, len(qdisc.options)).items()}
 
     def near(one: bytes, other: bytes) -> bool:
         return abs(int.from_bytes(one, sys.byteorder) - int.from_bytes(other, sys.byteorder)) <= 1
