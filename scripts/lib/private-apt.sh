@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # Sourced: `private_apt` is apt-get for another Debian suite, with sources, lists, cache and status of
-# its own below $work. Neither /etc/apt nor dpkg's database is touched.
+# its own below $work, and `private_kernel` the kernel that a meta package of that suite leads to. Neither
+# /etc/apt nor dpkg's database is touched.
 # Needs: $suite, $work (an empty directory), and the functions say and fail.
 : "${suite:?}" "${work:?}"
 if [ ! -e /etc/debian_version ] || ! command -v apt-get >/dev/null; then fail "not Debian: install it by other means"; fi
@@ -24,10 +25,14 @@ echo "deb [signed-by=$keys] $mirror $suite main" >"$work/sources.list"
 if [ "$suite" != sid ]; then
   echo "deb [signed-by=$keys] ${security:-$mirror-security} $suite-security main" >>"$work/sources.list"
 fi
+private_options=(-oDir::Etc::sourcelist="$work/sources.list" -oDir::Etc::sourceparts=/dev/null
+  -oDir::Etc::preferencesparts=/dev/null -oDir::State="$work" -oDir::State::Lists="$work/lists"
+  -oDir::State::status="$work/status" -oDir::Cache="$work/cache" -oAPT::Install-Recommends=false
+  -oDebug::NoLocking=1 -oAPT::Sandbox::User=root -oAPT::Update::Error-Mode=any)
 private_apt() {
-  apt-get -qq -y -oDir::Etc::sourcelist="$work/sources.list" -oDir::Etc::sourceparts=/dev/null \
-    -oDir::Etc::preferencesparts=/dev/null -oDir::State="$work" -oDir::State::Lists="$work/lists" \
-    -oDir::State::status="$work/status" -oDir::Cache="$work/cache" -oAPT::Install-Recommends=false \
-    -oDebug::NoLocking=1 -oAPT::Sandbox::User=root -oAPT::Update::Error-Mode=any "$@" >>"$work/log" 2>&1 ||
+  apt-get -qq -y "${private_options[@]}" "$@" >>"$work/log" 2>&1 ||
     fail "apt-get $1 for $suite failed: $(grep -m 1 '^[EW]:' "$work/log" || echo "see apt's own sources")"
+}
+private_kernel() {
+  apt-cache "${private_options[@]}" depends "$1" | sed -n 's/^ *Depends: \(linux-image-[^ ]*\)$/\1/p'
 }
