@@ -28,6 +28,7 @@ from pyroute2 import IPRoute
 
 from kura_shaper.cli.main import run
 from kura_shaper.clock import SystemClock
+from kura_shaper.kernel import bpf
 from kura_shaper.kernel.client import TcClient
 from kura_shaper.kernel.device import KernelTrafficControl
 from kura_shaper.kernel.errors import KernelRefusedError
@@ -156,6 +157,10 @@ def network() -> Iterator[Network]:
         yield made
         for client in made.clients:
             client.close()
+        # What is pinned outlives the namespace.
+        with suppress(KernelRefusedError):
+            bpf.unsteer_tcx(made.device.ifindex)
+            bpf.reap_pins()
     finally:
         _setns(home)
         os.close(home)

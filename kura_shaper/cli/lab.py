@@ -16,6 +16,7 @@ from rich.table import Table
 
 from kura_shaper.cli import options, show
 from kura_shaper.errors import UsageError
+from kura_shaper.tree.model import Shape
 
 if TYPE_CHECKING:
     from kura_shaper.lab.report import Report
@@ -40,6 +41,7 @@ def run(
     ] = None,
     ceiling: Annotated[str, typer.Option(metavar="R", help="The first tenant's ceiling.")] = "200M",
     budget: Annotated[str, typer.Option(metavar="R", help="The node's egress budget.")] = "600M",
+    shape: Annotated[Shape, typer.Option(help="How the tree sits on the node's NIC.")] = Shape.SINGLE,
     streams: Annotated[str, typer.Option(metavar="N,N", help="Numbers of streams on each path.")] = "1,4,8",
     duration: Annotated[float, typer.Option(metavar="S", help="Seconds that each point is measured.")] = 1.0,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the lab standing until Ctrl-C.")] = False,
@@ -56,6 +58,7 @@ def run(
         streams=streams,
         duration_s=duration,
         scenarios=tuple(scenario or _SCENARIOS),
+        shape=shape,
     )
     require_privilege()
     # Opened now: a path that can't be written must not be found out after a minute of measuring.

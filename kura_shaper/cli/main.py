@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from kura_shaper import __version__
-from kura_shaper.cli import gateway, lab, show, tenants, tree
+from kura_shaper.cli import balance, gateway, lab, show, tenants, tree
 from kura_shaper.errors import KuraShaperError, StateUnknownError, UsageError
 from kura_shaper.log import LogFormat, LogLevel, configure
 
@@ -27,6 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 tree.register(app)
+balance.register(app)
 gateway.register(app)
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(lab.app, name="lab")

@@ -11,6 +11,7 @@ from kura_shaper.errors import QuantityError, UsageError
 from kura_shaper.kernel.journal import DEFAULT_STATE_DIRECTORY
 from kura_shaper.tree.build import ShapeChoice
 from kura_shaper.tree.model import HostTraffic, LeafKind
+from kura_shaper.tree.model import Shape as ShapeInForce
 from kura_shaper.units import Rate
 
 TenantsFile = Annotated[
@@ -26,6 +27,15 @@ Budget = Annotated[
     ),
 ]
 Shape = Annotated[ShapeChoice, typer.Option(help="How the tree sits on the device.", envvar="KURA_SHAPER_SHAPE")]
+ShapedQueues = Annotated[
+    int,
+    typer.Option(
+        "--shaped-queues",
+        metavar="N",
+        help="In shape mq, how many tx queues hold tenants.",
+        envvar="KURA_SHAPER_SHAPED_QUEUES",
+    ),
+]
 Leaf = Annotated[LeafKind, typer.Option(help="The qdisc below each tenant's class.", envvar="KURA_SHAPER_LEAF")]
 HostTrafficChoice = Annotated[
     HostTraffic,
@@ -46,6 +56,11 @@ WantedTenants = Annotated[
 ]
 WantedBudget = Annotated[
     str | None, typer.Option("--budget", metavar="R", help="The budget wanted.", envvar="KURA_SHAPER_BUDGET")
+]
+WantedShape = Annotated[ShapeInForce | None, typer.Option("--shape", help="The shape wanted.")]
+WantedShapedQueues = Annotated[
+    int | None,
+    typer.Option("--shaped-queues", metavar="N", help="The shaped queues wanted.", envvar="KURA_SHAPER_SHAPED_QUEUES"),
 ]
 WantedLeaf = Annotated[LeafKind | None, typer.Option("--leaf", help="The leaf wanted.", envvar="KURA_SHAPER_LEAF")]
 WantedHostTraffic = Annotated[

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kura_shaper.kernel.apply import Applied
+    from kura_shaper.kernel.prove import Proof
     from kura_shaper.tree.diff import Plan
     from kura_shaper.tree.model import Device
-    from kura_shaper.tree.observe import Observed, ObservedClass
+    from kura_shaper.tree.observe import Observed, ObservedClass, SteeringState
     from kura_shaper.tree.operations import Operation
 
 
@@ -54,15 +55,22 @@ def applied(result: Applied, device: Device, *, as_json: bool) -> None:
     """Print what was done, an outcome for each operation."""
     if as_json:
         operations = [_operation(o.operation) | {"status": o.status, "detail": o.detail} for o in result.outcomes]
-        print_json(_plan_head(result.plan, device) | {"operations": operations})
+        proof = asdict(result.proof) if result.proof else None
+        print_json(_plan_head(result.plan, device) | {"operations": operations, "steering_proof": proof})
         return
     for outcome in result.outcomes:
         detail = f": {outcome.detail}" if outcome.detail else ""
         say(f"{outcome.status:<12} {outcome.operation.describe()}{detail}")
+    if result.proof:
+        say(f"{'proven' if result.proof.is_proven else 'finding':<12} steering{_because(result.proof)}")
     _plan_tail(result.plan, device)
     failed = sum(outcome.status is not Status.DONE for outcome in result.outcomes)
     if failed:
         typer.echo(f"{failed} of {len(result.outcomes)} operations did not hold", err=True)
+
+
+def _because(proof: Proof) -> str:
+    return "" if proof.is_proven else f" is not proven: {proof.reason}"
 
 
 def _operation(operation: Operation) -> dict[str, Any]:
@@ -95,10 +103,10 @@ def _plan_tail(planned: Plan, device: Device) -> None:
         say(f"{device.name}: {len(planned.operations)} operations{impact}")
 
 
-def status(observed: Observed, *, age_ms: int, as_json: bool) -> None:
-    """Print a reading of the kernel."""
+def status(observed: Observed, proof: Proof | None, *, age_ms: int, as_json: bool) -> None:
+    """Print a reading of the kernel, and the proof of its steering where there is one."""
     if as_json:
-        print_json(_status_json(observed, age_ms))
+        print_json(_status_json(observed, proof, age_ms))
         return
     actual = observed.actual
     if not observed.is_ours:
@@ -106,9 +114,19 @@ def status(observed: Observed, *, age_ms: int, as_json: bool) -> None:
         return
     shape = f"shape {observed.shape}, {len(observed.classes)} classes, {actual.direct_packets} direct packets"
     say(f"{actual.device.name}: {shape}, read {age_ms} ms ago")
+    if observed.steering:
+        say(_steering_line(observed.steering, proof))
     _table([_HEADINGS, *(_row(c) for c in observed.classes)])
     for line in observed.drift:
         say(f"drift: {line}")
+
+
+def _steering_line(state: SteeringState, proof: Proof | None) -> str:
+    way = state.kind or "nothing"
+    if proof and proof.is_proven:
+        return f"steering by {way}: proven just now"
+    reasons = [proof.reason] if proof else list(state.faults) or ["no classifier of ours says which marks to prove"]
+    return f"steering by {way}: NOT proven: {'; '.join(reasons)}"
 
 
 _HEADINGS = ("CLASS", "OWNER", "FLOOR", "CEIL", "LEAF", "SENT", "PACKETS", "DROPPED", "BACKLOG", "LENDED", "BORROWED")
@@ -149,13 +167,22 @@ def _root(observed: Observed) -> str:
     return f"{root.kind} {root.handle}"
 
 
-def _status_json(observed: Observed, age_ms: int) -> dict[str, Any]:
+def _steering_json(state: SteeringState | None, proof: Proof | None) -> dict[str, Any] | None:
+    if state is None:
+        return None
+    is_proven = proof is not None and proof.is_proven
+    return {"ok": is_proven, "way": state.kind, "reason": "" if is_proven else _steering_line(state, proof)}
+
+
+def _status_json(observed: Observed, proof: Proof | None, age_ms: int) -> dict[str, Any]:
     actual = observed.actual
     return {
         "device": actual.device.name,
         "ours": observed.is_ours,
         "shape": observed.shape,
         "root": _root(observed),
+        "tx_queues": actual.device.tx_queues,
+        "steering": _steering_json(observed.steering, proof),
         "age_ms": age_ms,
         "direct_packets": actual.direct_packets,
         "classes": [_class_json(c) for c in observed.classes] if observed.is_ours else [],

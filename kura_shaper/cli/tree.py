@@ -11,21 +11,24 @@ import typer
 from kura_shaper.cli import options, show
 from kura_shaper.clock import SystemClock
 from kura_shaper.errors import RefusedError, StateUnknownError
-from kura_shaper.kernel.apply import apply_tree, remove_tree
+from kura_shaper.kernel.apply import apply_document, remove_tree
 from kura_shaper.kernel.client import TcClient
 from kura_shaper.kernel.device import KernelTrafficControl
 from kura_shaper.kernel.journal import Journal
 from kura_shaper.kernel.links import read_device
 from kura_shaper.kernel.probe import probe
+from kura_shaper.kernel.prove import prove_steering
 from kura_shaper.tenants.file import load_tenants
-from kura_shaper.tree.build import ShapeChoice, TreeSettings, Wanted, build, check_settings, root_qdisc
+from kura_shaper.tree.build import Capabilities, ShapeChoice, TreeSettings, build, check_settings
+from kura_shaper.tree.diff import Plan
 from kura_shaper.tree.diff import plan as plan_tree
-from kura_shaper.tree.model import HostTraffic, LeafKind
-from kura_shaper.tree.observe import Asked, observe
+from kura_shaper.tree.model import HostTraffic, LeafKind, MqQdisc
+from kura_shaper.tree.observe import Asked, in_force_for, marks_in_force, observe
 from kura_shaper.tree.preflight import Permission
-from kura_shaper.tree.snapshot import Unknown
+from kura_shaper.tree.snapshot import Snapshot, Unknown
 
 if TYPE_CHECKING:
+    from kura_shaper.tenants.document import TenantsDocument
     from kura_shaper.tree.model import Device
 
 AllowDisruption = Annotated[
@@ -48,7 +51,9 @@ class _Request:
     """What plan and apply were asked for."""
 
     device: Device
-    wanted: Wanted
+    document: TenantsDocument
+    settings: TreeSettings
+    capabilities: Capabilities
     permission: Permission
 
 
@@ -57,6 +62,7 @@ def plan(
     device: options.DeviceName,
     budget: options.Budget,
     shape: options.Shape = ShapeChoice.AUTO,
+    shaped_queues: options.ShapedQueues = 1,
     leaf: options.Leaf = LeafKind.FQ_CODEL,
     host_traffic: options.HostTrafficChoice = HostTraffic.OUTSIDE,
     host_reserve: options.HostReserve = options.DEFAULT_RESERVE,
@@ -65,7 +71,14 @@ def plan(
     as_json: options.AsJson = False,
 ) -> None:
     """Show what `apply` would do: operations in order, each with its impact. 1: there are some."""
-    settings = _settings(budget, host_reserve, shape=shape, leaf=leaf, host_traffic=host_traffic)
+    settings = TreeSettings(
+        budget=options.rate_option("--budget", budget),
+        shape=shape,
+        shaped_queues=shaped_queues,
+        leaf=leaf,
+        host_traffic=host_traffic,
+        host_reserve=options.rate_option("--host-reserve", host_reserve),
+    )
     request = _request(tenants, device, settings, _permission(allow_disruption=allow_disruption, take_over=take_over))
     raise typer.Exit(_print_plan(request, as_json=as_json))
 
@@ -75,6 +88,7 @@ def apply(
     device: options.DeviceName,
     budget: options.Budget,
     shape: options.Shape = ShapeChoice.AUTO,
+    shaped_queues: options.ShapedQueues = 1,
     leaf: options.Leaf = LeafKind.FQ_CODEL,
     host_traffic: options.HostTrafficChoice = HostTraffic.OUTSIDE,
     host_reserve: options.HostReserve = options.DEFAULT_RESERVE,
@@ -85,7 +99,14 @@ def apply(
     as_json: options.AsJson = False,
 ) -> None:
     """Bring the device to the wanted tree and read every operation back. A second run makes none."""
-    settings = _settings(budget, host_reserve, shape=shape, leaf=leaf, host_traffic=host_traffic)
+    settings = TreeSettings(
+        budget=options.rate_option("--budget", budget),
+        shape=shape,
+        shaped_queues=shaped_queues,
+        leaf=leaf,
+        host_traffic=host_traffic,
+        host_reserve=options.rate_option("--host-reserve", host_reserve),
+    )
     request = _request(tenants, device, settings, _permission(allow_disruption=allow_disruption, take_over=take_over))
     if dry_run:
         raise typer.Exit(_print_plan(request, as_json=as_json))
@@ -94,7 +115,15 @@ def apply(
         control = KernelTrafficControl(client, request.device, clock=clock)
         journal = Journal(state_dir, request.device)
         with journal.locked():
-            applied = apply_tree(request.wanted, control, journal, permission=request.permission, clock=clock)
+            applied = apply_document(
+                request.document,
+                control,
+                journal,
+                settings=request.settings,
+                capabilities=request.capabilities,
+                permission=request.permission,
+                clock=clock,
+            )
     show.applied(applied, request.device, as_json=as_json)
     raise typer.Exit(applied.exit_code)
 
@@ -103,20 +132,32 @@ def status(
     device: options.DeviceName,
     tenants: options.WantedTenants = None,
     budget: options.WantedBudget = None,
+    shape: options.WantedShape = None,
+    shaped_queues: options.WantedShapedQueues = None,
     leaf: options.WantedLeaf = None,
     host_traffic: options.WantedHostTraffic = None,
     host_reserve: options.WantedHostReserve = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Show what the kernel has: shape, classes, counters, and drift. 1: no tree of ours, or drift."""
+    """Show what the kernel has: shape, steering, classes, counters, and drift.
+
+    In shape mq a few frames of its own prove the steering. 1: no tree of ours, drift, or no proof.
+    """
     document = load_tenants(tenants) if tenants else None
     found = read_device(device)
     clock = SystemClock()
     with TcClient() as client:
-        actual = KernelTrafficControl(client, found, clock=clock).snapshot()
-    if isinstance(actual, Unknown):
-        raise StateUnknownError(actual.reason)
+        control = KernelTrafficControl(client, found, clock=clock)
+        actual = control.snapshot()
+        if isinstance(actual, Unknown):
+            raise StateUnknownError(actual.reason)
+        marks = marks_in_force(actual)
+        is_steered = isinstance(actual.root, MqQdisc) and marks is not None
+        proof = prove_steering(control, marks, clock=clock) if is_steered and marks else None
     asked = Asked(
+        shape=shape,
+        shaped_queues=shaped_queues,
+        leaves=probe().leaves if leaf else None,
         budget=options.rate_option("--budget", budget) if budget else None,
         leaf=leaf,
         host_traffic=host_traffic,
@@ -124,8 +165,8 @@ def status(
     )
     observed = observe(actual, document, asked)
     age_ms = (clock.now_ns() - actual.taken_at_ns) // 1_000_000
-    show.status(observed, age_ms=age_ms, as_json=as_json)
-    raise typer.Exit(1 if observed.drift or not observed.is_ours else 0)
+    show.status(observed, proof, age_ms=age_ms, as_json=as_json)
+    raise typer.Exit(0 if observed.is_fine and (proof is None or proof.is_proven) else 1)
 
 
 def uninstall(
@@ -140,21 +181,9 @@ def uninstall(
         control = KernelTrafficControl(client, found, clock=clock)
         journal = Journal(state_dir, found)
         with journal.locked():
-            applied = remove_tree(root_qdisc(), control, journal, clock=clock)
+            applied = remove_tree(control, journal, clock=clock)
     show.applied(applied, found, as_json=as_json)
     raise typer.Exit(applied.exit_code)
-
-
-def _settings(
-    budget: str, host_reserve: str, *, shape: ShapeChoice, leaf: LeafKind, host_traffic: HostTraffic
-) -> TreeSettings:
-    return TreeSettings(
-        budget=options.rate_option("--budget", budget),
-        shape=shape,
-        leaf=leaf,
-        host_traffic=host_traffic,
-        host_reserve=options.rate_option("--host-reserve", host_reserve),
-    )
 
 
 def _permission(*, allow_disruption: bool, take_over: bool) -> Permission:
@@ -170,18 +199,30 @@ def _request(tenants: Path, device: str, settings: TreeSettings, permission: Per
     # The document and the settings first: what is wrong there must not need a privilege to be said.
     document = load_tenants(tenants)
     check_settings(settings)
-    found = read_device(device)
-    return _Request(found, build(document, found, settings=settings, capabilities=probe()), permission)
+    return _Request(read_device(device), document, settings, probe(), permission)
 
 
 def _print_plan(request: _Request, *, as_json: bool) -> int:
     """Print what would be done and return the exit code."""
     with TcClient() as client:
         actual = KernelTrafficControl(client, request.device, clock=SystemClock()).snapshot()
-    planned = plan_tree(request.wanted, actual, request.permission)
+    planned = _planned(request, actual)
     show.plan(planned, request.device, as_json=as_json)
     if planned.unknown:
         return StateUnknownError.exit_code
     if planned.refusals:
         return RefusedError.exit_code
     return 1 if planned.operations or planned.has_findings else 0
+
+
+def _planned(request: _Request, actual: Snapshot | Unknown) -> Plan:
+    if isinstance(actual, Unknown):
+        return Plan(unknown=actual.reason)
+    wanted = build(
+        request.document,
+        actual.device,
+        settings=request.settings,
+        capabilities=request.capabilities,
+        in_force=in_force_for(actual, request.settings, request.permission),
+    )
+    return plan_tree(wanted, actual, request.permission)

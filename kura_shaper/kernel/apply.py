@@ -9,20 +9,26 @@ from typing import TYPE_CHECKING
 
 from kura_shaper.kernel.executor import Outcome, Status, execute
 from kura_shaper.kernel.journal import Former, Journal
+from kura_shaper.kernel.prove import prove_steering
 from kura_shaper.log import event
-from kura_shaper.tree.diff import Plan, plan, plan_removal
-from kura_shaper.tree.model import ROOT, HtbQdisc, OtherQdisc
+from kura_shaper.tree.build import ShapeChoice, build
+from kura_shaper.tree.diff import Plan, is_our_filter, plan, plan_removal
+from kura_shaper.tree.model import HOOK, ROOT, OtherQdisc, Shape
 from kura_shaper.tree.notes import Note
-from kura_shaper.tree.operations import AddRoot, RestoreQdisc
+from kura_shaper.tree.observe import in_force_for
+from kura_shaper.tree.operations import AddRoot, DeleteHook, DeleteRoot, RestoreQdisc, SetXps
 from kura_shaper.tree.preflight import Permission, is_ours
 from kura_shaper.tree.snapshot import Snapshot, Unknown
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from kura_shaper.clock import Clock
     from kura_shaper.kernel.device import TrafficControl
-    from kura_shaper.tree.build import Wanted
+    from kura_shaper.kernel.prove import Proof, Prove
+    from kura_shaper.tenants.document import TenantsDocument
+    from kura_shaper.tree.build import Capabilities, TreeSettings, Wanted
+    from kura_shaper.tree.operations import Operation
 
 _log = logging.getLogger(__name__)
 
@@ -34,10 +40,11 @@ _NOTHING_WITHOUT_CLASSES = frozenset({"htb", "hfsc", "drr", "qfq"})
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What was planned and what became of it."""
+    """What was planned and what became of it. proof is None where nothing had to be proven."""
 
     plan: Plan
     outcomes: tuple[Outcome, ...] = ()
+    proof: Proof | None = None
 
     @property
     def exit_code(self) -> int:
@@ -47,7 +54,52 @@ class Applied:
             return 4
         if self.plan.refusals or any(o.status not in (Status.DONE, Status.BUSY) for o in self.outcomes):
             return 3
-        return 1 if self.plan.has_findings or any(o.status is Status.BUSY for o in self.outcomes) else 0
+        is_unproven = self.proof is not None and not self.proof.is_proven
+        is_busy = any(o.status is Status.BUSY for o in self.outcomes)
+        return 1 if is_unproven or is_busy or self.plan.has_findings else 0
+
+
+def apply_document(
+    document: TenantsDocument,
+    control: TrafficControl,
+    journal: Journal,
+    *,
+    settings: TreeSettings,
+    capabilities: Capabilities,
+    permission: Permission = Permission.NONE,
+    clock: Clock,
+    prove: Prove = prove_steering,
+) -> Applied:
+    """Bring the device to the tree that a document wants, and prove that packets come to it.
+
+    Where the shape was ours to choose and its proof fails right after the tree was made, the
+    device gets shape single instead. Raises UsageError, RefusedError, as `build` does.
+    """
+    actual = control.snapshot()
+    if isinstance(actual, Unknown):
+        return Applied(Plan(unknown=actual.reason))
+
+    def wanted(with_settings: TreeSettings) -> Wanted:
+        return build(
+            document,
+            actual.device,
+            settings=with_settings,
+            capabilities=capabilities,
+            in_force=in_force_for(actual, with_settings, permission),
+        )
+
+    made = wanted(settings)
+    applied = apply_tree(made, control, journal, permission=permission, clock=clock)
+    if made.tree.shape is not Shape.MQ or applied.exit_code not in (0, 1):
+        return applied
+    applied = replace(applied, proof=prove(control, document.marks, clock=clock))
+    is_new = any(isinstance(op, AddRoot) for op in applied.plan.operations)
+    if not applied.proof or applied.proof.is_proven or settings.shape is not ShapeChoice.AUTO or not is_new:
+        return applied
+    single = wanted(replace(settings, shape=ShapeChoice.SINGLE))
+    why = Note("shape", f"shape single: steering was not proven: {applied.proof.reason}")
+    single = replace(single, notes=(why, *(note for note in single.notes if note.code != "shape")))
+    return apply_tree(single, control, journal, permission=permission | Permission.DISRUPTION, clock=clock)
 
 
 def apply_tree(
@@ -56,11 +108,7 @@ def apply_tree(
     """Bring the device to the wanted tree. A second run makes no operation."""
     actual = control.snapshot()
     planned = plan(wanted, actual, permission)
-    is_kept = (
-        isinstance(actual, Snapshot)
-        and any(isinstance(op, AddRoot) for op in planned.operations)
-        and _keep_former(actual, wanted, journal)
-    )
+    is_kept = isinstance(actual, Snapshot) and _keep_former(actual, planned, journal)
     applied = Applied(planned, execute(planned.operations, control, clock=clock))
     if is_kept and any(o.status is Status.REFUSED for o in applied.outcomes if isinstance(o.operation, AddRoot)):
         # It was not replaced: a later removal must not put back what its owner took away meanwhile.
@@ -69,23 +117,41 @@ def apply_tree(
     return applied
 
 
-def remove_tree(root: HtbQdisc, control: TrafficControl, journal: Journal, *, clock: Clock) -> Applied:
+def remove_tree(control: TrafficControl, journal: Journal, *, clock: Clock) -> Applied:
     """Take our tree away and bring back what was there before it.
 
     Raises StateUnknownError when the journal is damaged; then nothing is changed.
     """
     former = journal.read()
     actual = control.snapshot()
-    planned = plan_removal(root, actual)
-    if planned.unknown or (not planned.operations and not _left_half_way(former, actual)):
+    planned = plan_removal(actual)
+    is_half_way = _left_half_way(former, actual)
+    takes_root = any(isinstance(op, DeleteRoot) for op in planned.operations)
+    # A root that somebody chose meanwhile stays.
+    restored, note = _restoring(former) if takes_root or is_half_way else ((), ())
+    beside = tuple(_restoring_beside(former, actual)) if isinstance(actual, Snapshot) else ()
+    if planned.unknown or not (planned.operations or is_half_way or beside):
         return Applied(planned)
-    restored, note = _restoring(former)
-    planned = replace(planned, operations=(*planned.operations, *restored), notes=(*planned.notes, *note))
+    # The former root last: while it is missing an interrupted removal can be told, and finished.
+    planned = replace(planned, operations=(*planned.operations, *beside, *restored), notes=(*planned.notes, *note))
     applied = Applied(planned, execute(planned.operations, control, clock=clock))
     if applied.exit_code == 0:
         journal.remove()
     _log_outcome("tree_removed", applied, actual)
     return applied
+
+
+def _restoring_beside(former: Former | None, actual: Snapshot) -> Iterable[Operation]:
+    """Yield what brings the hook and the queues' XPS back to what they were."""
+    if former is None:
+        return
+    # What others hung there since is not ours to take away.
+    is_only_ours = all(is_our_filter(f) for f in actual.filters if f.parent.major == HOOK.major)
+    if actual.hook is not None and actual.hook.kind == "clsact" and not former.has_hook and is_only_ours:
+        yield DeleteHook()
+    for queue, mask in sorted(former.xps.items()):
+        if queue < actual.device.tx_queues and (actual.xps or {}).get(queue, 0) == 0:
+            yield SetXps(queue, mask)
 
 
 def _log_outcome(name: str, applied: Applied, actual: Snapshot | Unknown) -> None:
@@ -98,12 +164,26 @@ def _log_outcome(name: str, applied: Applied, actual: Snapshot | Unknown) -> Non
     event(_log, name, level=level, device=device, impact=applied.plan.impact, **count)
 
 
-def _keep_former(actual: Snapshot, wanted: Wanted, journal: Journal) -> bool:
-    """Write down what is about to go, unless that is ours, or what the kernel put where ours was."""
-    if is_ours(actual.root, wanted.tree.root) or (actual.has_default_root and journal.read() is not None):
+def _keep_former(actual: Snapshot, planned: Plan, journal: Journal) -> bool:
+    """Write down what is about to go and was not kept before; return whether a root was.
+
+    What is ours, or what the kernel put where ours was, is not kept.
+    """
+    clears_xps = {op.queue for op in planned.operations if isinstance(op, SetXps)}
+    xps = {queue: mask for queue, mask in (actual.xps or {}).items() if queue in clears_xps}
+    adds_root = any(isinstance(op, AddRoot) for op in planned.operations)
+    if not (adds_root or xps):
         return False
-    journal.write(Former(actual.verbatim))
-    return True
+    kept = journal.read()
+    is_new = adds_root and not (is_ours(actual.root) or (actual.has_default_root and kept is not None))
+    if is_new:
+        journal.write(Former(actual.verbatim, xps))
+    elif xps and kept is not None:
+        # Masks that were kept earlier are older, so they count.
+        journal.write(replace(kept, xps=xps | dict(kept.xps)))
+    elif xps:
+        journal.write(Former((), xps))
+    return is_new
 
 
 def _left_half_way(former: Former | None, actual: Snapshot | Unknown) -> bool:

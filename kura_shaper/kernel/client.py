@@ -75,14 +75,16 @@ class TcClient:
         """Close the socket."""
         self._socket.close()
 
-    def send(self, operations: Sequence[Operation], ifindex: int) -> list[KernelRefusedError | None]:
+    def send(
+        self, operations: Sequence[Operation], ifindex: int, *, program_fd: int = -1
+    ) -> list[KernelRefusedError | None]:
         """Carry out operations in order; return each one's refusal, or None.
 
-        None is no proof: the caller reads the tree back.
+        None is no proof: the caller reads the tree back. program_fd is the program of filters of eBPF.
         """
         outcomes: list[KernelRefusedError | None] = []
         for batch in _batches(operations):
-            refused = self._transact([wire.encode(operation, ifindex) for operation in batch])
+            refused = self._transact([wire.encode(operation, ifindex, program_fd=program_fd) for operation in batch])
             outcomes += [
                 refusal(*refused[at], doing=operation.describe()) if at in refused else None
                 for at, operation in enumerate(batch)
@@ -116,6 +118,28 @@ class TcClient:
                 refused[sequence - first] = (number, words)
             if sequence == last:
                 return refused
+
+    def get(self, request: bytes) -> memoryview:
+        """Run a request for one object and return the answer, from its tcmsg on; valid until the next call.
+
+        Raises KernelRefusedError when there is none, StateUnknownError when it can't be had.
+        """
+        sequence, _ = self._take_numbers(1)
+        try:
+            self._forget()
+            self._socket.send(_numbered([request], sequence))
+            while True:
+                view = self._receive()
+                kind, flags, answers = _head(view)
+                if answers != sequence:
+                    continue
+                if kind == wire.NLMSG_ERROR:
+                    raise refusal(*wire.error_of(view, wire.HEADER.size, flags), doing="reading one object")
+                return view[wire.HEADER.size : _U32.unpack_from(view)[0]]
+        except TimeoutError as error:
+            raise StateUnknownError("the kernel did not answer a request") from error
+        except OSError as error:
+            raise StateUnknownError(f"an object can't be read: {os.strerror(error.errno or 0)}") from error
 
     def dump(self, request: bytes, each: Callable[[memoryview, int, int], None]) -> None:
         """Run a dump request, calling each(data, first byte of tcmsg, end) for every object.

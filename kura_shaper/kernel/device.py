@@ -1,23 +1,36 @@
 """One device as the executor sees it: read a snapshot, send operations.
 
-The fake kernel has the same two methods, and the contract tests hold it to this.
+Most operations are netlink messages, many a send. Programs of eBPF and the queues' XPS
+have doors of their own. The fake kernel has the same two methods, and the contract tests
+hold it to this.
 """
 
 from __future__ import annotations
 
+import errno
+import os
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Protocol
 
+from kura_shaper.errors import KuraShaperError, StateUnknownError
+from kura_shaper.kernel import bpf
 from kura_shaper.kernel.dump import read_snapshot
+from kura_shaper.kernel.errors import InvalidError, KernelRefusedError
+from kura_shaper.kernel.sysfs import DeviceSysfs
+from kura_shaper.tree.model import DirectBpf
+from kura_shaper.tree.operations import RemoveTcx, SetFilter, SetTcx, SetXps
+from kura_shaper.tree.snapshot import Snapshot, Unknown
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kura_shaper.clock import Clock
     from kura_shaper.kernel.client import TcClient
-    from kura_shaper.kernel.errors import KernelRefusedError
+    from kura_shaper.tree.ebpf import TcxState
     from kura_shaper.tree.model import Device
     from kura_shaper.tree.operations import Operation
-    from kura_shaper.tree.snapshot import Snapshot, Unknown
 
 
 class TrafficControl(Protocol):
@@ -33,7 +46,7 @@ class TrafficControl(Protocol):
 
 
 class KernelTrafficControl:
-    """The real kernel, one device, in this process's network namespace."""
+    """The real kernel, one device, in this thread's network namespace."""
 
     def __init__(self, client: TcClient, device: Device, *, clock: Clock) -> None:
         self._client = client
@@ -41,9 +54,74 @@ class KernelTrafficControl:
         self._clock = clock
 
     def snapshot(self) -> Snapshot | Unknown:
-        """See TrafficControl."""
-        return read_snapshot(self._client, self._device, clock=self._clock)
+        """See TrafficControl. The device's live tx queues are counted anew."""
+        found = read_snapshot(self._client, self._device, clock=self._clock)
+        if isinstance(found, Unknown):
+            return found
+        live, xps = self._queues()
+        return replace(found, device=replace(found.device, tx_queues=live), xps=xps, tcx=self._tcx())
+
+    def _queues(self) -> tuple[int, Mapping[int, int] | None]:
+        """Return the live tx queues and their XPS masks; where they can't be read, what was known and None."""
+        if self._device.tx_queues == 1 and not self._device.kind:
+            return 1, {}
+        try:
+            with DeviceSysfs(self._device.name, self._device.ifindex) as sysfs:
+                return sysfs.live_tx_queues(), sysfs.xps_masks()
+        except (KuraShaperError, OSError):
+            return self._device.tx_queues, None
+
+    def _tcx(self) -> TcxState | None:
+        try:
+            return bpf.attached(self._device.ifindex)
+        except (KuraShaperError, OSError):
+            return None
 
     def send(self, operations: Sequence[Operation]) -> list[KernelRefusedError | None]:
         """See TrafficControl."""
-        return self._client.send(operations, self._device.ifindex)
+        outcomes: list[KernelRefusedError | None] = []
+        for is_netlink, run in groupby(operations, key=_is_netlink):
+            if is_netlink:
+                outcomes += self._client.send(tuple(run), self._device.ifindex)
+            else:
+                outcomes += [_refusal_of(partial(self._carry_out, operation)) for operation in run]
+        return outcomes
+
+    def _carry_out(self, operation: Operation) -> KernelRefusedError | None:
+        match operation:
+            case SetTcx(program):
+                bpf.steer_by_tcx(program, self._device.ifindex)
+            case RemoveTcx():
+                bpf.unsteer_tcx(self._device.ifindex)
+            case SetXps(queue, mask):
+                with DeviceSysfs(self._device.name, self._device.ifindex) as sysfs:
+                    sysfs.set_xps_mask(queue, mask)
+            case SetFilter(filter_) if isinstance(filter_.match, DirectBpf):
+                if filter_.match.program is None:
+                    return InvalidError(errno.EINVAL, "the filter has no program", doing=operation.describe())
+                descriptor = bpf.load_steering(filter_.match.program)
+                try:
+                    return self._client.send([operation], self._device.ifindex, program_fd=descriptor)[0]
+                finally:
+                    os.close(descriptor)
+        return None
+
+
+def _is_netlink(operation: Operation) -> bool:
+    match operation:
+        case SetTcx() | RemoveTcx() | SetXps():
+            return False
+        case SetFilter(filter_):
+            return not isinstance(filter_.match, DirectBpf)
+        case _:
+            return True
+
+
+def _refusal_of(work: Callable[[], KernelRefusedError | None]) -> KernelRefusedError | None:
+    """Return what was refused; what can't be known becomes a refusal too, and a later reading tells."""
+    try:
+        return work()
+    except KernelRefusedError as error:
+        return error
+    except StateUnknownError as error:
+        return KernelRefusedError(errno.EIO, error.message)

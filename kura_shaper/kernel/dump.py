@@ -12,14 +12,19 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from kura_shaper.errors import KuraShaperError
+from kura_shaper.errors import KuraShaperError, StateUnknownError
 from kura_shaper.kernel import wire
 from kura_shaper.kernel.client import DumpBrokenOffError
 from kura_shaper.kernel.watch import ChangeWatch
+from kura_shaper.tree.ebpf import OUR_PREFIX
 from kura_shaper.tree.model import (
+    EGRESS,
+    HOOK,
+    INGRESS,
     ROOT,
     Bfifo,
     BpfMatch,
+    DirectBpf,
     Filter,
     FlowerMatch,
     Fq,
@@ -29,8 +34,11 @@ from kura_shaper.tree.model import (
     HtbClass,
     HtbQdisc,
     Leaf,
+    MqQdisc,
     OtherMatch,
     OtherQdisc,
+    QueueMapping,
+    htbs_of,
 )
 from kura_shaper.tree.snapshot import ClassCounters, Snapshot, Unknown
 from kura_shaper.units import Rate
@@ -38,9 +46,9 @@ from kura_shaper.units import Rate
 if TYPE_CHECKING:
     from kura_shaper.clock import Clock
     from kura_shaper.kernel.client import TcClient
-    from kura_shaper.tree.model import Device
+    from kura_shaper.tree.model import Device, Root
 
-_U32, _U64 = struct.Struct("=I"), struct.Struct("=Q")
+_U16, _U32, _U64 = struct.Struct("=H"), struct.Struct("=I"), struct.Struct("=Q")
 _BASIC = struct.Struct("=QI")  # bytes, packets (which wrap)
 _QUEUE = struct.Struct("=IIIII")  # qlen, backlog, drops, requeues, overlimits
 _HTB_XSTATS = struct.Struct("=III")  # lends, borrows, giants
@@ -83,6 +91,20 @@ def read_snapshot(client: TcClient, device: Device, *, clock: Clock) -> Snapshot
     return Unknown(reason)
 
 
+def read_class(client: TcClient, ifindex: int, classid: Handle) -> tuple[HtbClass, ClassCounters]:
+    """Return one HTB class and its counters, without a walk over all the others.
+
+    Raises KernelRefusedError when it is not there, StateUnknownError when it can't be read.
+    """
+    data = client.get(wire.class_request(ifindex, classid))
+    found = _object(data, 0, len(data))
+    try:
+        parent = _above(classid, found.parent)
+        return _htb_class(data, *found.found[wire.TCA_OPTIONS], classid, parent), _counters(data, found)
+    except (LookupError, ValueError, struct.error) as error:
+        raise StateUnknownError(f"the kernel's answer for class {classid} can't be understood: {error}") from error
+
+
 def _plausible(snapshot: Snapshot) -> Snapshot | Unknown:
     """A device that is up has a root qdisc, if only noqueue: not to have seen it is not to know."""
     if snapshot.root is None and snapshot.device.is_up:
@@ -96,33 +118,53 @@ class _Reading:
     def __init__(self, client: TcClient, device: Device) -> None:
         self._client = client
         self._device = device
-        self._root: HtbQdisc | OtherQdisc | None = None
+        self._root: Root = None
+        self._hook: OtherQdisc | None = None
         self._verbatim: list[OtherQdisc] = []
-        self._leaves: dict[Handle, Leaf | OtherQdisc] = {}
-        self._direct_packets = 0
+        # By the place that they hang in, which is a class, or an mq's queue.
+        self._below: dict[Handle, Leaf | OtherQdisc] = {}
+        self._htbs: dict[Handle, tuple[HtbQdisc, int]] = {}
+        self._majors: frozenset[int] = frozenset()
         self._classes: dict[Handle, HtbClass] = {}
         self._counters: dict[Handle, ClassCounters] = {}
         self._filters: list[Filter] = []
 
     def snapshot(self, taken_at_ns: int) -> Snapshot:
         self._client.dump(wire.dump_request(wire.Message.GETQDISC), self._qdisc)
-        root = self._root
-        if isinstance(root, HtbQdisc):
-            index = self._device.ifindex
-            self._client.dump(wire.dump_request(wire.Message.GETTCLASS, index, root.handle.u32), self._class)
-            request = wire.dump_request(wire.Message.GETTFILTER, index, root.handle.u32)
-            self._client.dump(request, self._filter)
+        index = self._device.ifindex
+        root: Root = self._htbs[ROOT][0] if ROOT in self._htbs else self._root
+        queues = self._queues(root)
+        htbs = htbs_of(root, queues.values())
+        self._majors = frozenset(htb.handle.major for htb in htbs)
+        if htbs:
+            # Of one HTB only its own classes; else those of all qdiscs in one go.
+            above = htbs[0].handle.u32 if len(htbs) == 1 else 0
+            self._client.dump(wire.dump_request(wire.Message.GETTCLASS, index, above), self._class)
+        places = [htb.handle for htb in htbs]
+        if self._hook is not None and self._hook.kind == "clsact":
+            places += [INGRESS, EGRESS]
+        for place in places:
+            self._client.dump(wire.dump_request(wire.Message.GETTFILTER, index, place.u32), self._filter)
         return Snapshot(
             device=self._device,
             root=root,
+            queues=queues,
             classes=self._classes,
-            leaves={p: leaf for p, leaf in self._leaves.items() if p in self._classes},
+            leaves={place: leaf for place, leaf in self._below.items() if place in self._classes},
             filters=tuple(sorted(self._filters, key=lambda f: f.key)),
             verbatim=tuple(self._verbatim),
             counters=self._counters,
-            direct_packets=self._direct_packets,
+            hook=self._hook,
+            direct_packets=sum(self._htbs[htb.parent][1] for htb in htbs),
             taken_at_ns=taken_at_ns,
         )
+
+    def _queues(self, root: Root) -> dict[Handle, HtbQdisc | Leaf | OtherQdisc]:
+        """Return what hangs below an mq root of somebody's choice."""
+        if not isinstance(root, MqQdisc):
+            return {}
+        below = {place: found for place, found in self._below.items() if place.major == root.handle.major}
+        return below | {place: htb for place, (htb, _) in self._htbs.items() if place in below}
 
     def _qdisc(self, data: memoryview, start: int, end: int) -> None:
         # The kernel ignores the device in a request for qdiscs, so it is chosen here.
@@ -136,27 +178,29 @@ class _Reading:
         begin, stop = found.found.get(wire.TCA_OPTIONS, (0, 0))
         other = OtherQdisc(kind, handle, parent, bytes(data[begin:stop]))
         self._verbatim.append(other)
+        if parent == HOOK:
+            self._hook = other
+            return
+        if kind == "htb":
+            qdisc, direct_packets = _htb_qdisc(data, begin, stop, handle, parent)
+            qdisc = replace(qdisc, has_size_table=wire.TCA_STAB in found.found)
+            self._htbs[parent] = (qdisc, direct_packets)
         if parent == ROOT:
-            self._root = other
-            if kind == "htb":
-                qdisc, self._direct_packets = _htb_qdisc(data, begin, stop, handle, parent)
-                self._root = replace(qdisc, has_size_table=wire.TCA_STAB in found.found)
+            # The kernel's own mq has no handle, and says no more than any other default.
+            self._root = MqQdisc(handle) if kind == "mq" and handle.major else other
             return
         parameters = _leaf_parameters(kind, other.options)
         # Handle 0 is the kernel's own default, which has yet to be replaced.
-        self._leaves[parent] = Leaf(handle, parent, parameters) if parameters and handle.major else other
+        self._below[parent] = Leaf(handle, parent, parameters) if parameters and handle.major else other
 
     def _class(self, data: memoryview, start: int, end: int) -> None:
         found = _object(data, start, end)
         if _text(data, found.found[wire.TCA_KIND]) != "htb" or wire.TCA_OPTIONS not in found.found:
             return
         classid = _handle(found.handle)
-        if self._root is None or classid.major != self._root.handle.major:
+        if classid.major not in self._majors:
             return  # of an HTB that somebody hung below a class
-        parent = _handle(found.parent)
-        if parent == ROOT:
-            # The kernel says "root" for a class directly below the qdisc.
-            parent = self._root.handle
+        parent = _above(classid, found.parent)
         self._classes[classid] = _htb_class(data, *found.found[wire.TCA_OPTIONS], classid, parent)
         self._counters[classid] = _counters(data, found)
 
@@ -167,11 +211,11 @@ class _Reading:
             return
         ethertype = socket.ntohs(found.info & 0xFFFF)
         kind = _text(data, found.found[wire.TCA_KIND])
-        match = _match(kind, data, found.found[wire.TCA_OPTIONS], ethertype, found.handle)
+        match, action = _match(kind, data, found.found[wire.TCA_OPTIONS], ethertype, found.handle)
         if _u32(data, found.found, wire.TCA_CHAIN):
-            match = OtherMatch(kind)  # of a chain that packets come to only by somebody's action
-        filter_ = Filter(Handle.from_u32(found.parent), found.info >> 16, ethertype, found.handle, match)
-        self._filters.append(filter_)
+            match, action = OtherMatch(kind), None  # of a chain that packets come to only by somebody's action
+        place = Handle.from_u32(found.parent)
+        self._filters.append(Filter(place, found.info >> 16, ethertype, found.handle, match, action))
 
 
 def _object(data: memoryview, start: int, end: int) -> _Object:
@@ -204,6 +248,11 @@ def _htb_qdisc(data: memoryview, start: int, end: int, handle: Handle, parent: H
     _, _, default, _, direct_packets = wire.HTB_GLOB.unpack_from(data, found[wire.HTB_INIT][0])
     qdisc = HtbQdisc(handle, parent, default & 0xFFFF, _u32(data, found, wire.HTB_DIRECT_QLEN))
     return qdisc, direct_packets
+
+
+def _above(classid: Handle, parent: int) -> Handle:
+    """Return a class's parent; the kernel says "root" for one directly below the qdisc."""
+    return _handle(classid.u32 & 0xFFFF0000 if parent == ROOT.u32 else parent)
 
 
 def _htb_class(data: memoryview, start: int, end: int, classid: Handle, parent: Handle) -> HtbClass:
@@ -282,21 +331,62 @@ def _codel_us(dumped_us: int) -> int:
     return -(-units * _CODEL_UNIT_NS // 1000)
 
 
+_Match = BpfMatch | FwMatch | FlowerMatch | DirectBpf | OtherMatch
+
+
 def _match(
     kind: str, data: memoryview, span: tuple[int, int], ethertype: int, handle: int
-) -> BpfMatch | FwMatch | FlowerMatch | OtherMatch:
-    """Return what a filter of our kinds does; one with an action, a flag or a further key is somebody else's."""
+) -> tuple[_Match, QueueMapping | None]:
+    """Return what a filter of our kinds does; one with another action, a flag or a further key is somebody else's."""
     found = wire.spans(data, *span)
-    if kind == "bpf" and found.keys() <= wire.BPF_PLAIN and wire.BPF_OPS in found:
+    other: tuple[_Match, None] = (OtherMatch(kind), None)
+    if kind == "flower":
+        return _flower(data, found, ethertype) or OtherMatch(kind), None
+    action_kind = {"bpf": wire.BPF_ACTION, "fw": wire.FW_ACTION}.get(kind, 0)
+    action = None
+    if action_kind in found:
+        action = _queue_mapping(data, found.pop(action_kind))
+        if action is None:
+            return other
+    if kind == "bpf" and wire.BPF_OPS in found and found.keys() <= wire.BPF_PLAIN:
         begin, end = found[wire.BPF_OPS]
-        return BpfMatch(tuple(wire.BPF_INSTRUCTION.iter_unpack(data[begin:end])))
-    if kind == "fw" and found.keys() <= wire.FW_PLAIN and wire.FW_CLASSID in found:
+        return BpfMatch(tuple(wire.BPF_INSTRUCTION.iter_unpack(data[begin:end]))), action
+    if kind == "bpf" and wire.BPF_NAME in found and found.keys() <= wire.BPF_DIRECT_PLAIN:
+        name = _text(data, found[wire.BPF_NAME])
+        return (DirectBpf(name), None) if name.startswith(OUR_PREFIX) else other
+    if kind == "fw" and found.keys() <= wire.FW_PLAIN and (action or wire.FW_CLASSID in found):
         mask = _u32(data, found, wire.FW_MASK) if wire.FW_MASK in found else 0xFFFFFFFF
-        return FwMatch(handle, mask, Handle.from_u32(_u32(data, found, wire.FW_CLASSID)))
-    if kind == "flower" and not found.keys() & wire.FLOWER_NARROWER and wire.FLOWER_IP_PROTO in found:
-        protocol = data[found[wire.FLOWER_IP_PROTO][0]]
-        port = found.get(wire.FLOWER_PORTS.get(protocol, 0))
-        if port is not None:
-            classid = Handle.from_u32(_u32(data, found, wire.FLOWER_CLASSID))
-            return FlowerMatch(ethertype, protocol, int.from_bytes(data[port[0] : port[1]], "big"), classid)
-    return OtherMatch(kind)
+        classid = Handle.from_u32(_u32(data, found, wire.FW_CLASSID))
+        return FwMatch(handle, mask, classid if classid.major else None), action
+    return other
+
+
+def _flower(data: memoryview, found: dict[int, tuple[int, int]], ethertype: int) -> FlowerMatch | None:
+    if found.keys() & wire.FLOWER_NARROWER or wire.FLOWER_IP_PROTO not in found:
+        return None
+    protocol = data[found[wire.FLOWER_IP_PROTO][0]]
+    port = found.get(wire.FLOWER_PORTS.get(protocol, 0))
+    if port is None:
+        return None
+    classid = Handle.from_u32(_u32(data, found, wire.FLOWER_CLASSID))
+    return FlowerMatch(ethertype, protocol, int.from_bytes(data[port[0] : port[1]], "big"), classid)
+
+
+def _queue_mapping(data: memoryview, span: tuple[int, int]) -> QueueMapping | None:
+    """Return a filter's action when it is one of ours and the only one."""
+    actions = wire.spans(data, *span)
+    if len(actions) != 1:
+        return None
+    one = wire.spans(data, *next(iter(actions.values())))
+    if wire.ACT_KIND not in one or _text(data, one[wire.ACT_KIND]) != "skbedit" or wire.ACT_OPTIONS not in one:
+        return None
+    options = wire.spans(data, *one[wire.ACT_OPTIONS])
+    needed = {wire.SKBEDIT_PARMS, wire.SKBEDIT_QUEUE_MAPPING}
+    if not needed <= options.keys() or options.keys() & wire.SKBEDIT_MORE:
+        return None
+    _, _, verdict, _, _ = wire.SKBEDIT_GEN.unpack_from(data, options[wire.SKBEDIT_PARMS][0])
+    if verdict != wire.TC_ACT_UNSPEC:
+        return None
+    (first,) = _U16.unpack_from(data, options[wire.SKBEDIT_QUEUE_MAPPING][0])
+    span_of_last = options.get(wire.SKBEDIT_QUEUE_MAPPING_MAX)
+    return QueueMapping(first, _U16.unpack_from(data, span_of_last[0])[0] if span_of_last else None)

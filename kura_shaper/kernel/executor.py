@@ -1,6 +1,7 @@
 """Operations carried out and read back. rc 0 proves nothing: an outcome is what a later reading shows.
 
-The root comes first and alone; when it is not there afterwards, nothing else is sent.
+What a tree stands on (the root, an mq's queues, the hook) comes first and in one send, since each
+of these loses the device's queue; when it is not there afterwards, nothing else is sent.
 Everything else goes in bulk, and one class that the kernel refuses does not stop the
 others. A class whose owner left goes once it is quiet; one that still sends stays, and is
 said, since without it its connections would lose their ceiling.
@@ -15,15 +16,21 @@ from typing import TYPE_CHECKING, TypeGuard
 from kura_shaper.tree.model import OtherMatch
 from kura_shaper.tree.operations import (
     AddClass,
+    AddHook,
     AddRoot,
     ChangeClass,
     DeleteClass,
     DeleteFilter,
+    DeleteHook,
     DeleteLeaf,
     DeleteRoot,
+    RemoveTcx,
     RestoreQdisc,
     SetFilter,
     SetLeaf,
+    SetQueue,
+    SetTcx,
+    SetXps,
 )
 from kura_shaper.tree.snapshot import Snapshot, Unknown
 
@@ -36,6 +43,7 @@ if TYPE_CHECKING:
     from kura_shaper.tree.model import Handle
     from kura_shaper.tree.operations import Operation
 
+_FOUNDATION = (AddRoot, DeleteRoot, SetQueue, AddHook)
 _QUIET_WITHIN_NS = 2_000_000_000
 _QUIET_FOR_NS = 200_000_000
 
@@ -62,11 +70,11 @@ class Outcome:
 
 def execute(operations: Sequence[Operation], control: TrafficControl, *, clock: Clock) -> tuple[Outcome, ...]:
     """Carry out operations in order and return each one's outcome after reading back."""
-    on_root = [op for op in operations if isinstance(op, AddRoot | DeleteRoot)]
-    rest = [op for op in operations if not isinstance(op, AddRoot | DeleteRoot)]
-    outcomes = _carry_out(on_root, control, clock=clock)
+    foundation = [op for op in operations if isinstance(op, _FOUNDATION)]
+    rest = [op for op in operations if not isinstance(op, _FOUNDATION)]
+    outcomes = _carry_out(foundation, control, clock=clock)
     if any(outcome.status is not Status.DONE for outcome in outcomes):
-        skipped = (Outcome(op, Status.SKIPPED, "the root qdisc is not as wanted") for op in rest)
+        skipped = (Outcome(op, Status.SKIPPED, "what the tree stands on is not as wanted") for op in rest)
         return (*outcomes, *skipped)
     return (*outcomes, *_carry_out(rest, control, clock=clock))
 
@@ -131,6 +139,14 @@ def _object_of(operation: Operation) -> Hashable:
             return ("class", spec.classid)
         case DeleteClass(classid):
             return ("class", classid)
+        case SetQueue(qdisc):
+            return ("queue", qdisc.parent)
+        case AddHook() | DeleteHook():
+            return "hook"
+        case SetTcx() | RemoveTcx():
+            return "tcx"
+        case SetXps(queue):
+            return ("xps", queue)
         case SetLeaf(leaf):
             return ("leaf", leaf.parent)
         case DeleteLeaf(parent):
@@ -148,6 +164,18 @@ def holds(operation: Operation, after: Snapshot) -> bool:
             return after.root == qdisc
         case DeleteRoot(handle):
             return after.root is None or after.root.handle != handle
+        case SetQueue(qdisc):
+            return after.queues.get(qdisc.parent) == qdisc
+        case AddHook():
+            return after.hook is not None and after.hook.kind == "clsact"
+        case DeleteHook():
+            return after.hook is None
+        case SetTcx(program):
+            return bool(after.tcx and after.tcx.programs and after.tcx.programs[0].name == program.name)
+        case RemoveTcx():
+            return not (after.tcx and any(found.is_ours for found in after.tcx.programs))
+        case SetXps(queue, mask):
+            return after.xps is not None and after.xps.get(queue, 0) == mask
         case AddClass(spec) | ChangeClass(spec):
             return after.classes.get(spec.classid) == spec
         case DeleteClass(classid):

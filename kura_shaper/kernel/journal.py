@@ -14,7 +14,7 @@ import os
 import stat
 import tempfile
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from kura_shaper.errors import RefusedError, StateUnknownError, UsageError
 from kura_shaper.tree.model import Handle, OtherQdisc
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from kura_shaper.tree.model import Device
 
@@ -37,9 +37,15 @@ _HOOKS = frozenset({"ingress", "clsact"})
 
 @dataclass(frozen=True, slots=True)
 class Former:
-    """The qdiscs of a device before us: the root first, the kernel's own bytes kept."""
+    """What a device had before us: its qdiscs, root first, the kernel's own bytes kept, and XPS masks by queue."""
 
     qdiscs: tuple[OtherQdisc, ...]
+    xps: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def has_hook(self) -> bool:
+        """Whether somebody else had made the ingress and egress hooks."""
+        return any(q.kind in _HOOKS for q in self.qdiscs)
 
     @property
     def restorable(self) -> tuple[OtherQdisc, ...]:
@@ -82,9 +88,8 @@ class Journal:
 
     def write(self, former: Former) -> None:
         """Keep the former state durably. Raises RefusedError when it can't be written."""
-        content = json.dumps(
-            {"version": _VERSION, **self._identity, "qdiscs": [_to_json(q) for q in former.qdiscs]}, indent=1
-        )
+        state = {"qdiscs": [_to_json(q) for q in former.qdiscs], "xps": {str(q): m for q, m in former.xps.items()}}
+        content = json.dumps({"version": _VERSION, **self._identity, **state}, indent=1)
         try:
             with tempfile.NamedTemporaryFile("w", dir=self.path.parent, prefix=".journal-", delete=False) as file:
                 temporary = Path(file.name)
@@ -111,7 +116,8 @@ class Journal:
             content = json.loads(_read_file(self.path))
             if content.get("version") != _VERSION or any(content.get(k) != v for k, v in self._identity.items()):
                 return None
-            return Former(tuple(_from_json(q) for q in content["qdiscs"]))
+            xps = {int(queue): int(mask) for queue, mask in content.get("xps", {}).items()}
+            return Former(tuple(_from_json(q) for q in content["qdiscs"]), xps)
         except FileNotFoundError:
             return None
         except (OSError, *_DAMAGED) as error:

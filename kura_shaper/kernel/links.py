@@ -8,25 +8,11 @@ from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
 from kura_shaper.errors import StateUnknownError, UsageError
+from kura_shaper.kernel.sysfs import DeviceSysfs, check_device_name
 from kura_shaper.tree.model import Device
 
 _IFF_UP, _IFF_LOOPBACK = 0x1, 0x8
-_NAME_BYTES_MAX = 15
-
-
-def check_device_name(name: str) -> str:
-    """Return the name when the kernel could have such a device. Raises UsageError.
-
-    The rules are those of dev_valid_name in net/core/dev.c.
-    """
-    encoded = name.encode(errors="surrogateescape")
-    wrong = not encoded or len(encoded) > _NAME_BYTES_MAX or name in (".", "..")
-    if wrong or any(c in "/:" or c.isspace() or not c.isprintable() for c in name):
-        raise UsageError(
-            f"--device {name[:40]!r} can't be the name of a network device",
-            remedy="1 to 15 characters without '/', ':' or blanks; `ip link` shows the names",
-        )
-    return name
+_PAIRS = frozenset({"veth", "netkit"})
 
 
 def read_device(name: str) -> Device:
@@ -44,17 +30,47 @@ def read_device(name: str) -> Device:
     if name not in by_name:
         known = ", ".join(sorted(str(n) for n in by_name)[:12])
         raise UsageError(f"--device {name!r}: no such network device here", remedy=f"there are: {known}")
-    return _device(by_name[name])
+    return _device(by_name[name], links)
 
 
-def _device(link: Any) -> Device:
+def _device(link: Any, links: Any) -> Device:
+    name, index = str(link.get("ifname")), int(link["index"])
+    names = {int(other["index"]): str(other.get("ifname")) for other in links}
     return Device(
-        name=str(link.get("ifname")),
-        ifindex=int(link["index"]),
+        name=name,
+        ifindex=index,
         mtu_bytes=int(link.get("mtu") or 1500),
         gso_max_bytes=max(int(link.get(k) or 0) for k in ("gso_max_size", "gso_ipv4_max_size")) or 65536,
         tx_queue_len_packets=int(link.get("txqlen") or 0),
-        tx_queues=int(link.get("num_tx_queues") or 1),
+        tx_queues=_live_tx_queues(name, index) or int(link.get("num_tx_queues") or 1),
         is_loopback=bool(link["flags"] & _IFF_LOOPBACK),
         is_up=bool(link["flags"] & _IFF_UP),
+        kind=_kind(link),
+        ports=tuple(sorted(names[int(other["index"])] for other in links if other.get("master") == index)),
+        below=names.get(_index_below(link), ""),
+        master=names.get(int(link.get("master") or 0), ""),
     )
+
+
+def _kind(link: Any) -> str:
+    info = link.get("linkinfo")
+    return str(info.get("kind") or "") if info else ""
+
+
+def _index_below(link: Any) -> int:
+    """Return the index of the device that a link stands on, 0 when it stands on none of this namespace.
+
+    The same attribute names the other end of a veth; the link's own namespace goes unsaid.
+    """
+    is_pair = _kind(link) in _PAIRS
+    is_elsewhere = link.get("link_netnsid") is not None
+    return 0 if is_pair or is_elsewhere else int(link.get("link") or 0)
+
+
+def _live_tx_queues(name: str, ifindex: int) -> int:
+    """Return the count, 0 when it can't be known: then what the device was made with has to do."""
+    try:
+        with DeviceSysfs(name, ifindex) as sysfs:
+            return sysfs.live_tx_queues()
+    except StateUnknownError:
+        return 0

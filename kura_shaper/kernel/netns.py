@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from kura_shaper.kernel.errors import refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 _CLONE_NEWNET = 0x40000000
 _T = TypeVar("_T")
@@ -44,3 +46,45 @@ def unshare_network() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNET) != 0:
         raise refusal(ctypes.get_errno(), doing="making a network namespace")
+
+
+@contextmanager
+def own_namespace() -> Iterator[None]:
+    """Be in a new network namespace for the length of the block; threads and processes started in it are too.
+
+    Raises KernelRefusedError when the kernel grants none.
+    """
+    home = open_namespace()
+    try:
+        unshare_network()
+        try:
+            yield
+        finally:
+            _enter(home)
+    finally:
+        os.close(home)
+
+
+@contextmanager
+def inside(namespace: int) -> Iterator[None]:
+    """Put the calling thread into the network namespace of a descriptor for the length of the block."""
+    home = open_namespace()
+    try:
+        _enter(namespace)
+        try:
+            yield
+        finally:
+            _enter(home)
+    finally:
+        os.close(home)
+
+
+def open_namespace() -> int:
+    """Return a descriptor of the calling thread's network namespace, which lives as long as that is open."""
+    return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _enter(namespace: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(namespace, _CLONE_NEWNET) != 0:
+        raise refusal(ctypes.get_errno(), doing="entering a network namespace")

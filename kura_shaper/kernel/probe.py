@@ -1,9 +1,10 @@
 """What this kernel accepts, found out by doing it on a device that is thrown away.
 
 A version number or a config file says little: modules are blacklisted, back-ported or
-not installed. The device is the loopback of a network namespace of its own, so nothing
-is left behind whatever happens; where no namespace is granted (CAP_NET_ADMIN alone), a
-veth pair in the present one, removed again.
+not installed. The device is a veth pair in a network namespace of its own, so nothing is
+left behind whatever happens; where no namespace is granted (CAP_NET_ADMIN alone), a pair in
+the present one, removed again. Ways of steering are tried with a whole small tree, and taken
+only when frames came to the class that they are steered to.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,38 +20,53 @@ from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
 from kura_shaper.clock import SystemClock
+from kura_shaper.errors import RefusedError
 from kura_shaper.kernel.client import TcClient
 from kura_shaper.kernel.device import KernelTrafficControl
-from kura_shaper.kernel.errors import NoPermissionError, refusal
+from kura_shaper.kernel.errors import NoPermissionError, UnsupportedError, refusal
 from kura_shaper.kernel.executor import Status, execute
+from kura_shaper.kernel.links import read_device
 from kura_shaper.kernel.netns import in_new_namespace
+from kura_shaper.kernel.prove import prove_steering
+from kura_shaper.tenants.document import TenantsDocument
 from kura_shaper.tenants.marks import MarkLayout
 from kura_shaper.tree import params
-from kura_shaper.tree.build import Capabilities
+from kura_shaper.tree.build import Capabilities, ShapeChoice, TreeSettings, build
 from kura_shaper.tree.classifier import ClassifierKind, filters
-from kura_shaper.tree.model import ROOT, Device, Handle, HtbQdisc, Leaf, LeafKind
-from kura_shaper.tree.operations import AddClass, AddRoot, DeleteRoot, SetFilter, SetLeaf
+from kura_shaper.tree.diff import plan, plan_removal
+from kura_shaper.tree.model import ROOT, Device, Handle, HtbQdisc, Leaf, LeafKind, SteeringKind
+from kura_shaper.tree.operations import AddClass, AddRoot, DeleteHook, DeleteRoot, SetFilter, SetLeaf
+from kura_shaper.tree.snapshot import Snapshot
 from kura_shaper.units import Rate
 
 if TYPE_CHECKING:
     from kura_shaper.tree.operations import Operation
 
 _LOOPBACK_IFINDEX = 1
+_TX_QUEUES = 4
 _PREFIX = "ksp"
 _LEFT_BEHIND = re.compile(f"{_PREFIX}([0-9a-f]{{6}})[0-9a-f]{{4}}")
 _QDISC = HtbQdisc(Handle(1), ROOT, 2, params.DIRECT_QLEN_PACKETS)
 _CLASSID, _LEAF = Handle(1, 2), Handle(2)
+_NOBODY = TenantsDocument("probe", ())
 
 
 def probe() -> Capabilities:
-    """Return what the kernel was seen to accept and to show again.
+    """Return what the kernel was seen to accept, to show again, and to do.
 
     Raises KernelRefusedError when it does not even take an HTB, NoPermissionError without CAP_NET_ADMIN.
     """
     try:
-        return in_new_namespace(lambda: _probe_on(Device("lo", _LOOPBACK_IFINDEX)))
+        return in_new_namespace(_probe_in_own_namespace)
     except NoPermissionError:
         return _probe_on_veth()
+
+
+def _probe_in_own_namespace() -> Capabilities:
+    try:
+        return _probe_on_veth()
+    except UnsupportedError:  # no veth: what needs no second end can be tried still
+        return _probe_on(Device("lo", _LOOPBACK_IFINDEX))
 
 
 def _probe_on_veth() -> Capabilities:
@@ -58,10 +75,13 @@ def _probe_on_veth() -> Capabilities:
     try:
         with IPRoute() as ip:
             _sweep(ip)
-            ip.link("add", ifname=name, kind="veth", peer={"ifname": f"{name}p"})
+            peer = {"ifname": f"{name}p", "num_rx_queues": _TX_QUEUES}
+            ip.link("add", ifname=name, kind="veth", num_tx_queues=_TX_QUEUES, peer=peer)
             try:
-                (ifindex,) = ip.link_lookup(ifname=name)
-                return _probe_on(Device(name, ifindex))
+                for end in (f"{name}p", name):
+                    (index,) = ip.link_lookup(ifname=end)
+                    ip.link("set", index=index, state="up")
+                return _probe_on(read_device(name))
             finally:
                 ip.link("del", ifname=name)
     except NetlinkError as error:
@@ -79,10 +99,27 @@ def _sweep(ip: IPRoute) -> None:
 def _probe_on(device: Device) -> Capabilities:
     with TcClient() as client:
         control = KernelTrafficControl(client, device, clock=SystemClock())
-        return Capabilities(
+        found = Capabilities(
             leaves=frozenset(kind for kind in LeafKind if _takes(control, [_leaf(kind, device)])),
             classifiers=frozenset(kind for kind in ClassifierKind if _takes(control, _filters(kind))),
         )
+        steers = (kind for kind in SteeringKind if device.tx_queues > 1 and _steers(control, device, kind, found))
+        return replace(found, steering=frozenset(steers))
+
+
+def _steers(control: KernelTrafficControl, device: Device, kind: SteeringKind, found: Capabilities) -> bool:
+    """Whether frames come to their queue on a tree of shape mq that is steered in this way."""
+    settings = TreeSettings(Rate(10**9), shape=ShapeChoice.MQ)
+    try:
+        wanted = build(_NOBODY, device, settings=settings, capabilities=replace(found, steering=frozenset({kind})))
+    except RefusedError:
+        return False
+    clock = SystemClock()
+    outcomes = execute(plan(wanted, Snapshot(device, None)).operations, control, clock=clock)
+    is_there = all(outcome.status is Status.DONE for outcome in outcomes)
+    is_proven = is_there and prove_steering(control, _NOBODY.marks, clock=clock).is_proven
+    control.send([*plan_removal(control.snapshot()).operations, DeleteHook()])
+    return is_proven
 
 
 def _takes(control: KernelTrafficControl, operations: list[Operation]) -> bool:

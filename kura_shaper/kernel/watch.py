@@ -3,7 +3,9 @@
 The kernel hands a dump out in parts and finds its place again by counting, so an object
 that comes or goes in between makes it skip another, or show one twice, and for traffic
 control it sets no flag that says so. It does tell every change, before the next part can
-be read, to whoever listens: a reading during which nothing was told is whole.
+be read, to whoever listens: a reading during which nothing was told is whole. What is told
+of a budget class does not count: it is there for as long as its tree is, and is read and
+changed ten times a second where a budget is balanced.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from kura_shaper.kernel import wire
+from kura_shaper.tenants.marks import ReservedClass
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -55,4 +58,6 @@ class ChangeWatch:
             return True
         if not wire.Message.NEWQDISC <= kind <= wire.Message.GETTFILTER:
             return False
-        return bool(wire.TCMSG.unpack_from(data, at + wire.HEADER.size)[1] == self._ifindex)
+        _, ifindex, handle, _, _ = wire.TCMSG.unpack_from(data, at + wire.HEADER.size)
+        is_budget = kind == wire.Message.NEWTCLASS and handle & 0xFFFF == ReservedClass.BUDGET
+        return bool(ifindex == self._ifindex and not is_budget)

@@ -14,34 +14,45 @@ import struct
 from enum import IntEnum, IntFlag
 from typing import TYPE_CHECKING
 
+from kura_shaper.errors import UsageError
 from kura_shaper.tree.model import (
+    HOOK,
     Bfifo,
     BpfMatch,
+    DirectBpf,
     FlowerMatch,
     Fq,
     FqCodel,
     FwMatch,
     Handle,
+    HtbQdisc,
+    Leaf,
     OtherMatch,
     OtherQdisc,
 )
 from kura_shaper.tree.operations import (
     AddClass,
+    AddHook,
     AddRoot,
     ChangeClass,
     DeleteClass,
     DeleteFilter,
+    DeleteHook,
     DeleteLeaf,
     DeleteRoot,
+    RemoveTcx,
     RestoreQdisc,
     SetFilter,
     SetLeaf,
+    SetQueue,
+    SetTcx,
+    SetXps,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kura_shaper.tree.model import Filter, HtbClass, HtbQdisc, Leaf
+    from kura_shaper.tree.model import Filter, HtbClass, MqQdisc, QueueMapping
     from kura_shaper.tree.operations import Operation
 
 
@@ -58,6 +69,7 @@ class Flags(IntFlag):
 
     REQUEST = 0x001
     ACK = 0x004
+    ECHO = 0x008
     DUMP = 0x300
     REPLACE = 0x100
     EXCL = 0x200
@@ -88,12 +100,22 @@ FQ = {"limit_packets": 1, "flow_limit_packets": 2, "quantum_bytes": 3, "initial_
 FQ_HORIZON_DROP = 15
 FQ_MAX_RATE, NO_RATE = 7, 0xFFFFFFFF
 
-BPF_OPS_LEN, BPF_OPS = 4, 5
+BPF_ACTION, BPF_OPS_LEN, BPF_OPS, BPF_FD, BPF_NAME, BPF_FLAGS = 1, 4, 5, 6, 7, 8
+_BPF_DIRECT = 1
 # What a filter of ours is shown with: the program and whether hardware has it, no action, no flag.
 BPF_PLAIN = frozenset({BPF_OPS_LEN, BPF_OPS, 9})
+BPF_DIRECT_PLAIN = frozenset({BPF_NAME, BPF_FLAGS, 9, 10, 11})
 BPF_INSTRUCTION = struct.Struct("=HBBI")
-FW_CLASSID, FW_MASK = 1, 5
+FW_CLASSID, FW_ACTION, FW_MASK = 1, 4, 5
 FW_PLAIN = frozenset({FW_CLASSID, FW_MASK})
+ACT_KIND, ACT_OPTIONS, ACT_STATS = 1, 2, 4
+SKBEDIT_PARMS, SKBEDIT_QUEUE_MAPPING, SKBEDIT_FLAGS, SKBEDIT_QUEUE_MAPPING_MAX = 2, 4, 9, 10
+# What skbedit shows beside these would change more than the queue: priority, mark, packet type, mask.
+SKBEDIT_MORE = frozenset({3, 5, 7, 8})
+SKBEDIT_GEN = struct.Struct("=IIiii")  # index, capab, what follows, references
+SKBEDIT_SPREAD_BY_HASH = 0x40
+# The verdict that lets the chain go on, for what others hang there (include/uapi/linux/pkt_cls.h).
+TC_ACT_UNSPEC = -1
 FLOWER_CLASSID, FLOWER_ETH_TYPE, FLOWER_IP_PROTO = 1, 8, 9
 FLOWER_PORTS = {6: 18, 17: 20}  # TCP_SRC, UDP_SRC
 # An action, an input device, or a key beside the ones above.
@@ -154,8 +176,20 @@ def dump_request(kind: Message, ifindex: int = 0, parent: int = 0) -> bytes:
     return message(kind, Flags.REQUEST | Flags.DUMP, ifindex=ifindex, handle=0, parent=parent, info=0, body=b"")
 
 
-def encode(operation: Operation, ifindex: int) -> bytes:
-    """Return the message that carries out an operation on a device."""
+def class_request(ifindex: int, classid: Handle) -> bytes:
+    """Return a request for one class with its counters.
+
+    Without ECHO the kernel tells everybody who listens for changes, and not who asked (nlmsg_notify).
+    """
+    flags = Flags.REQUEST | Flags.ECHO
+    return message(Message.GETTCLASS, flags, ifindex=ifindex, handle=classid.u32, parent=0, info=0, body=b"")
+
+
+def encode(operation: Operation, ifindex: int, *, program_fd: int = -1) -> bytes:
+    """Return the message that carries out an operation on a device.
+
+    program_fd is the loaded program of a filter of eBPF. Raises UsageError for what netlink does not do.
+    """
     match operation:
         # The most frequent first: each case costs a look.
         case AddClass(spec):
@@ -169,17 +203,25 @@ def encode(operation: Operation, ifindex: int) -> bytes:
         case DeleteClass(classid):
             return _delete(Message.DELTCLASS, ifindex, classid.u32, 0)
         case SetFilter(filter_):
-            return _filter(filter_, Message.NEWTFILTER, _REPLACE, ifindex)
+            return _filter(filter_, Message.NEWTFILTER, _REPLACE, ifindex, program_fd)
         case DeleteFilter(filter_):
             return _filter(filter_, Message.DELTFILTER, _REQUEST_FLAGS, ifindex)
         case AddRoot(qdisc):
-            return _qdisc(qdisc.handle, qdisc.parent, "htb", _htb_qdisc_options(qdisc), ifindex)
+            return _own_qdisc(qdisc, ifindex)
+        case SetQueue(qdisc):
+            return _own_qdisc(qdisc, ifindex)
+        case AddHook():
+            return _qdisc(Handle(HOOK.major), HOOK, "clsact", b"", ifindex)
+        case DeleteHook():
+            return _delete(Message.DELQDISC, ifindex, Handle(HOOK.major).u32, HOOK.u32)
         case RestoreQdisc(qdisc):
             return _qdisc(qdisc.handle, qdisc.parent, qdisc.kind, _verbatim(qdisc), ifindex)
         case DeleteRoot(handle):
             return _delete(Message.DELQDISC, ifindex, handle.u32, _U32_MAX)
         case DeleteLeaf(parent, handle):
             return _delete(Message.DELQDISC, ifindex, handle.u32, parent.u32)
+        case SetTcx() | RemoveTcx() | SetXps():
+            raise UsageError(f"{operation.describe()} is no matter of netlink", remedy="report this as a fault")
 
 
 def _delete(kind: Message, ifindex: int, handle: int, parent: int) -> bytes:
@@ -196,6 +238,14 @@ def _qdisc(handle: Handle, parent: Handle, kind: str, options: bytes, ifindex: i
         info=0,
         body=attribute(TCA_KIND, kind.encode() + b"\0") + options,
     )
+
+
+def _own_qdisc(qdisc: HtbQdisc | MqQdisc | Leaf, ifindex: int) -> bytes:
+    if isinstance(qdisc, Leaf):
+        options = attribute(TCA_OPTIONS, _leaf_options(qdisc, in_place=False))
+        return _qdisc(qdisc.handle, qdisc.parent, qdisc.parameters.kind, options, ifindex)
+    options = _htb_qdisc_options(qdisc) if isinstance(qdisc, HtbQdisc) else b""
+    return _qdisc(qdisc.handle, qdisc.parent, qdisc.kind, options, ifindex)
 
 
 def _verbatim(qdisc: OtherQdisc) -> bytes:
@@ -250,8 +300,8 @@ def _u32_attributes(parameters: FqCodel | Fq, fields: dict[str, int]) -> bytes:
     return b"".join([_U32_ATTRIBUTE.pack(8, kind, getattr(parameters, name)) for name, kind in fields.items()])
 
 
-def _filter(filter_: Filter, kind: Message, flags: int, ifindex: int) -> bytes:
-    name, options = _match(filter_)
+def _filter(filter_: Filter, kind: Message, flags: int, ifindex: int, program_fd: int = -1) -> bytes:
+    name, options = _match(filter_, program_fd)
     body = attribute(TCA_KIND, name.encode() + b"\0")
     if kind is Message.NEWTFILTER:
         body += attribute(TCA_OPTIONS, options)
@@ -266,13 +316,19 @@ def _filter(filter_: Filter, kind: Message, flags: int, ifindex: int) -> bytes:
     )
 
 
-def _match(filter_: Filter) -> tuple[str, bytes]:
+def _match(filter_: Filter, program_fd: int) -> tuple[str, bytes]:
     match filter_.match:
         case BpfMatch(instructions):
             ops = b"".join(BPF_INSTRUCTION.pack(*i) for i in instructions)
-            return "bpf", attribute(BPF_OPS_LEN, _U16.pack(len(instructions))) + attribute(BPF_OPS, ops)
+            match = attribute(BPF_OPS_LEN, _U16.pack(len(instructions))) + attribute(BPF_OPS, ops)
+            return "bpf", match + _action(BPF_ACTION, filter_.action)
+        case DirectBpf(name):
+            # A program by its descriptor: 32 bits, which the kernel reads at once and does not keep.
+            fields = attribute(BPF_FD, struct.pack("=i", program_fd)) + attribute(BPF_NAME, name.encode() + b"\0")
+            return "bpf", fields + attribute(BPF_FLAGS, _U32.pack(_BPF_DIRECT))
         case FwMatch(_, mask, classid):
-            return "fw", attribute(FW_CLASSID, _U32.pack(classid.u32)) + attribute(FW_MASK, _U32.pack(mask))
+            to = attribute(FW_CLASSID, _U32.pack(classid.u32)) if classid else b""
+            return "fw", to + _action(FW_ACTION, filter_.action) + attribute(FW_MASK, _U32.pack(mask))
         case FlowerMatch(ethertype, protocol, port, classid):
             return "flower", (
                 attribute(FLOWER_CLASSID, _U32.pack(classid.u32))
@@ -282,6 +338,19 @@ def _match(filter_: Filter) -> tuple[str, bytes]:
             )
         case OtherMatch(kind):
             return kind, b""
+
+
+def _action(kind: int, action: QueueMapping | None) -> bytes:
+    """Return a filter's list of one action (include/uapi/linux/tc_act/tc_skbedit.h)."""
+    if action is None:
+        return b""
+    options = attribute(SKBEDIT_PARMS, SKBEDIT_GEN.pack(0, 0, TC_ACT_UNSPEC, 0, 0))
+    options += attribute(SKBEDIT_QUEUE_MAPPING, _U16.pack(action.first))
+    if action.last is not None:
+        options += attribute(SKBEDIT_QUEUE_MAPPING_MAX, _U16.pack(action.last))
+        options += attribute(SKBEDIT_FLAGS, _U64.pack(SKBEDIT_SPREAD_BY_HASH))
+    one = attribute(ACT_KIND, b"skbedit\0") + attribute(ACT_OPTIONS, options)
+    return attribute(kind, attribute(1, one))
 
 
 def error_of(data: memoryview, start: int, flags: int) -> tuple[int, str]:

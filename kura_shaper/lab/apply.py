@@ -12,18 +12,19 @@ from kura_shaper.lab.topology import NIC
 
 if TYPE_CHECKING:
     from kura_shaper.lab.world import World
+    from kura_shaper.tree.model import Shape
     from kura_shaper.units import Rate
 
 _TIMEOUT_S = 60
 
 
-def apply_tree(world: World, budget: Rate) -> None:
+def apply_tree(world: World, budget: Rate, shape: Shape) -> None:
     """Run `kura-shaper apply` on the node's NIC. Raises RefusedError when it does not exit with 0."""
     options = (
         f"--tenants={world.document_path}",
         f"--device={NIC}",
         f"--budget={budget}",
-        "--shape=single",
+        f"--shape={shape}",
         f"--state-dir={SCRATCH_DIR}",
     )
     argv = [sys.executable, "-m", "kura_shaper", "apply", *options]

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from kura_shaper.lab.measure import NIC_TX
 from kura_shaper.lab.scenarios import UNATTRIBUTED, Path, Scenario
-from kura_shaper.tree.model import Shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -131,7 +130,7 @@ def to_json(report: Report) -> dict[str, Any]:
     held = [p for p in report.points if p.path in _HELD]
     return {
         "kernel": platform.release(),
-        "shape": Shape.SINGLE.value,
+        "shape": settings.shape.value,
         "ceiling_mbps": _mbps(settings.ceiling),
         "budget_mbps": _mbps(settings.budget),
         "duration_ms": settings.duration_ms,

@@ -11,6 +11,7 @@ from kura_shaper.lab.report import Report, make_report
 from kura_shaper.lab.scenarios import LabSettings, Run, Scenario, run_scenarios
 from kura_shaper.lab.topology import Lab
 from kura_shaper.lab.world import World, lab_spec, lab_tenants
+from kura_shaper.tree.model import Shape
 from kura_shaper.units import Rate
 
 if TYPE_CHECKING:
@@ -22,7 +23,13 @@ _DURATION_S = (0.5, 600.0)
 
 
 def lab_settings(
-    *, ceiling: Rate, budget: Rate, streams: str, duration_s: float, scenarios: Sequence[str]
+    *,
+    ceiling: Rate,
+    budget: Rate,
+    streams: str,
+    duration_s: float,
+    scenarios: Sequence[str],
+    shape: Shape = Shape.SINGLE,
 ) -> LabSettings:
     """Return checked settings. Raises UsageError that names the option."""
     if ceiling < _LEAST_CEILING:
@@ -37,6 +44,7 @@ def lab_settings(
         streams=_streams(streams),
         duration_ms=round(duration_s * 1000),
         scenarios=tuple(_scenario(name) for name in scenarios),
+        shape=shape,
     )
 
 
@@ -66,7 +74,7 @@ def run_lab(settings: LabSettings, *, tell: Callable[[str], None], stay: Callabl
         world.start_servers()
         points = tuple(run_scenarios(Run(world, settings, tell)))
         if stay is not None:
-            apply_tree(world, settings.budget)
+            apply_tree(world, settings.budget, settings.shape)
             world.start_gateway(BandwidthLimit.OFF)
             stay(lab.topology.node.name)
         return make_report(settings, tenants, points)

@@ -22,7 +22,7 @@ from kura_shaper.lab.topology import NIC, Family
 from kura_shaper.lab.traffic import Application, Security, TrafficSpec
 from kura_shaper.lab.world import HTTPS_PORT, OBJECT_PORT, PEER_PORT, SERVERS_MODULE, World
 from kura_shaper.tenants.marks import ReservedClass
-from kura_shaper.tree.model import Device
+from kura_shaper.tree.model import Device, Shape
 from kura_shaper.tree.params import burst_bytes
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class LabSettings:
     streams: tuple[int, ...] = (1, 4, 8)
     duration_ms: int = 1_000
     scenarios: tuple[Scenario, ...] = tuple(Scenario)
+    shape: Shape = Shape.SINGLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +251,7 @@ def foreign_points(run: Run) -> Iterator[Point]:
 
 def _watched_tree(run: Run) -> ClassBytes:
     """Put the tree in force and return the byte counters of its classes."""
-    apply_tree(run.world, run.settings.budget)
+    apply_tree(run.world, run.settings.budget, run.settings.shape)
     return ClassBytes(run.world.lab, run.world.document)
 
 

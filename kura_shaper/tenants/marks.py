@@ -35,6 +35,11 @@ class ReservedClass(IntEnum):
     UNKNOWN = 0x12
 
 
+# The ids after those: one for each shaped queue, which only the frames that prove steering ever carry.
+PROOF_CLASS = 0x20
+SHAPED_QUEUES_MAX = 16
+
+
 @dataclass(frozen=True, slots=True)
 class MarkUser:
     """Software that is known to use bits of the firewall mark, and which ones."""

@@ -51,6 +51,8 @@ _JEQ, _JEQ_X, _JSET = 0x15, 0x1D, 0x45
 _RET_K, _RET_A, _TAX = 0x06, 0x16, 0x07
 _SKB_PROTOCOL, _SKB_MARK = 0xFFFFF000, 0xFFFFF014  # SKF_AD_OFF + SKF_AD_PROTOCOL, SKF_AD_MARK
 _NET = 0xFFF00000  # SKF_NET_OFF
+# What a program returns where only its filter's action counts (net/sched/cls_bpf.c).
+_MATCH, _NO_MATCH = 0xFFFFFFFF, 0
 
 
 class ClassifierKind(StrEnum):
@@ -88,10 +90,9 @@ def bpf_program(marks: MarkLayout, gateway_ports: Iterable[int], major: int) -> 
 
     Raises UsageError for more than GATEWAY_PORTS_MAX ports.
     """
-    ports = tuple(gateway_ports)
-    if len(ports) > GATEWAY_PORTS_MAX:
-        remedy = f"keep to {GATEWAY_PORTS_MAX} ports"
-        raise UsageError(f"{len(ports)} gateway ports are more than a program can tell apart", remedy=remedy)
+    host, gateway, unattributed = (
+        Handle(major, r).u32 for r in (ReservedClass.HOST, ReservedClass.GATEWAY, ReservedClass.UNATTRIBUTED)
+    )
     asm = _Assembler()
     asm.emit(_LD_W_ABS, _SKB_MARK)
     asm.emit(_AND, marks.mask)
@@ -100,20 +101,42 @@ def bpf_program(marks: MarkLayout, gateway_ports: Iterable[int], major: int) -> 
         asm.emit(_RSH, marks.shift)
     asm.emit(_OR, major << 16)
     asm.emit(_RET_A)
+    _unmarked(asm, gateway_ports, host=host, gateway=gateway, unattributed=unattributed)
+    return BpfMatch(asm.assemble())
+
+
+def hook_program(marks: MarkLayout, gateway_ports: Iterable[int], *, matches_host: bool) -> BpfMatch:
+    """Return the program that matches all that is to be shaped, or the rest, which is the host's.
+
+    Raises UsageError for more than GATEWAY_PORTS_MAX ports.
+    """
+    shaped, host = (_NO_MATCH, _MATCH) if matches_host else (_MATCH, _NO_MATCH)
+    asm = _Assembler()
+    asm.emit(_LD_W_ABS, _SKB_MARK)
+    asm.emit(_AND, marks.mask)
+    asm.emit(_JEQ, 0, then="unmarked")
+    asm.emit(_RET_K, shaped)
+    _unmarked(asm, gateway_ports, host=host, gateway=shaped, unattributed=shaped)
+    return BpfMatch(asm.assemble())
+
+
+def _unmarked(asm: _Assembler, gateway_ports: Iterable[int], *, host: int, gateway: int, unattributed: int) -> None:
+    ports = tuple(gateway_ports)
+    if len(ports) > GATEWAY_PORTS_MAX:
+        remedy = f"keep to {GATEWAY_PORTS_MAX} ports"
+        raise UsageError(f"{len(ports)} gateway ports are more than a program can tell apart", remedy=remedy)
     asm.label("unmarked")
     asm.emit(_LD_H_ABS, _SKB_PROTOCOL)
     asm.emit(_JEQ, ETH_P_IP, then="ipv4")
     asm.emit(_JEQ, ETH_P_IPV6, then="ipv6", other="host")
-    host = Handle(major, ReservedClass.HOST).u32
     _ipv4(asm, ports, host)
     _ipv6(asm, ports, host)
     asm.label("host")
     asm.emit(_RET_K, host)
     asm.label("gateway")
-    asm.emit(_RET_K, Handle(major, ReservedClass.GATEWAY).u32)
+    asm.emit(_RET_K, gateway)
     asm.label("unattributed")
-    asm.emit(_RET_K, Handle(major, ReservedClass.UNATTRIBUTED).u32)
-    return BpfMatch(asm.assemble())
+    asm.emit(_RET_K, unattributed)
 
 
 def _ipv4(asm: _Assembler, ports: tuple[int, ...], host: int) -> None:

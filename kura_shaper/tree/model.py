@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING
 from kura_shaper.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kura_shaper.tree.ebpf import EbpfProgram
     from kura_shaper.units import Rate
 
 # One tick of a tc bucket is 64 ns (include/net/pkt_sched.h: PSCHED_SHIFT 6).
@@ -50,6 +53,14 @@ class Handle:
 
 
 ROOT = Handle(0xFFFF, 0xFFFF)
+# The hook that every packet passes before the kernel chooses its tx queue, and where its filters
+# hang (include/uapi/linux/pkt_sched.h: TC_H_CLSACT, TC_H_MIN_EGRESS), beside those of arriving packets.
+HOOK, INGRESS, EGRESS = Handle(0xFFFF, 0xFFF1), Handle(0xFFFF, 0xFFF2), Handle(0xFFFF, 0xFFF3)
+
+
+# Where our trees stand, and what tells them from others': the mq root of shape mq, and the first HTB, which
+# is the root in shape single. The HTBs of further shaped queues have the majors that follow.
+MQ_HANDLE, HTB_HANDLE = Handle(0x1F), Handle(0x20)
 
 
 class Shape(StrEnum):
@@ -57,6 +68,24 @@ class Shape(StrEnum):
 
     SINGLE = "single"
     MQ = "mq"
+
+
+class SteeringKind(StrEnum):
+    """What puts a tenant's packets on their tx queue, the best first.
+
+    skbedit makes the kernel skip its own choice, whatever that would be. The other two write a wish
+    that XPS and a connection's remembered queue override: tcx runs ahead of what others hang on the
+    hook, bpf in its turn.
+    """
+
+    SKBEDIT = "skbedit"
+    BPF = "bpf"
+    TCX = "tcx"
+
+    @property
+    def needs_xps_off(self) -> bool:
+        """Whether a queue's XPS mask would override it."""
+        return self is not SteeringKind.SKBEDIT
 
 
 class HostTraffic(StrEnum):
@@ -78,7 +107,9 @@ class LeafKind(StrEnum):
 class Device:
     """What the planner needs to know of a network device.
 
-    gso_max_bytes is the largest packet that the stack hands to the qdisc at once.
+    gso_max_bytes is the largest packet that the stack hands to the qdisc at once. tx_queues are
+    the live ones. kind is the kernel's name for a virtual device's kind, "" for hardware; ports are
+    the devices below a bond or bridge, below is the device that this one stands on.
     """
 
     name: str
@@ -89,6 +120,10 @@ class Device:
     tx_queues: int = 1
     is_loopback: bool = False
     is_up: bool = True
+    kind: str = ""
+    ports: tuple[str, ...] = ()
+    below: str = ""
+    master: str = ""
 
     @property
     def frame_bytes(self) -> int:
@@ -109,6 +144,19 @@ class HtbQdisc:
     direct_qlen_packets: int
     has_size_table: bool = False
     kind: str = field(default="htb", init=False)
+
+
+@dataclass(frozen=True, slots=True)
+class MqQdisc:
+    """An mq root: one child for each tx queue, at minor queue index + 1 (man tc-mq, net/sched/sch_mq.c)."""
+
+    handle: Handle
+    parent: Handle = ROOT
+    kind: str = field(default="mq", init=False)
+
+    def child(self, queue: int) -> Handle:
+        """Return where the qdisc of a tx queue hangs."""
+        return Handle(self.handle.major, queue + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +240,13 @@ class OtherQdisc:
         return self.handle.major == 0
 
 
+# What a device may have as its root; None where it has none at all.
+Root = HtbQdisc | MqQdisc | OtherQdisc | None
+
+
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """The qdisc below a leaf class."""
+    """The qdisc below a leaf class, or below an mq for a queue without an HTB."""
 
     handle: Handle
     parent: Handle
@@ -213,11 +265,19 @@ class BpfMatch:
 
 @dataclass(frozen=True, slots=True)
 class FwMatch:
-    """A cls_fw filter: (mark & mask) picks the class (man tc-fw)."""
+    """A cls_fw filter: (mark & mask) picks the class, or only carries an action (man tc-fw)."""
 
     mark: int
     mask: int
-    classid: Handle
+    classid: Handle | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DirectBpf:
+    """A cls_bpf filter of eBPF that acts by itself (man tc-bpf, direct-action); its name is its identity."""
+
+    name: str
+    program: EbpfProgram | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +288,17 @@ class FlowerMatch:
     ip_protocol: int
     source_port: int
     classid: Handle
+
+
+@dataclass(frozen=True, slots=True)
+class QueueMapping:
+    """The action skbedit queue_mapping (man tc-skbedit): the tx queue of what matches, then the next filter.
+
+    With last, packets spread over first..last by their flow's hash.
+    """
+
+    first: int
+    last: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +316,8 @@ class Filter:
     priority: int
     ethertype: int
     handle: int
-    match: BpfMatch | FwMatch | FlowerMatch | OtherMatch
+    match: BpfMatch | FwMatch | FlowerMatch | DirectBpf | OtherMatch
+    action: QueueMapping | None = None
 
     @property
     def key(self) -> tuple[int, int, int, int]:
@@ -254,18 +326,58 @@ class Filter:
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
-    """A whole wanted tree. Classes stand parents first."""
+class Steering:
+    """How a tree's packets come to their queue; program where it is eBPF."""
 
-    shape: Shape
-    root: HtbQdisc
+    kind: SteeringKind
+    program: EbpfProgram | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A whole wanted tree. Classes stand parents first.
+
+    queues are what hangs below an mq root: HTBs on the shaped queues, leaves on the others.
+    """
+
+    root: HtbQdisc | MqQdisc
+    queues: tuple[HtbQdisc | Leaf, ...]
     classes: tuple[HtbClass, ...]
     leaves: tuple[Leaf, ...]
     filters: tuple[Filter, ...]
+    steering: Steering | None = None
+
+    @property
+    def shape(self) -> Shape:
+        """How the tree sits on its device."""
+        return Shape.MQ if isinstance(self.root, MqQdisc) else Shape.SINGLE
+
+    @property
+    def htbs(self) -> tuple[HtbQdisc, ...]:
+        """The HTBs of the tree, in the order of their queues."""
+        return htbs_of(self.root, self.queues)
+
+    @property
+    def has_hook(self) -> bool:
+        """Whether filters of the tree hang on the egress hook."""
+        return any(filter_.parent == EGRESS for filter_ in self.filters)
 
     def class_of(self, minor: int) -> HtbClass | None:
-        """Return the class with this minor, if there is one."""
+        """Return the first class with this minor, if there is one."""
         return next((c for c in self.classes if c.classid.minor == minor), None)
+
+
+def htbs_of(root: Root, queues: Iterable[HtbQdisc | Leaf | OtherQdisc]) -> tuple[HtbQdisc, ...]:
+    """Return the HTB at the root, or those of ours below an mq root, in the order of their queues."""
+    if isinstance(root, HtbQdisc):
+        return (root,)
+    below = (qdisc for qdisc in queues if isinstance(qdisc, HtbQdisc))
+    return tuple(sorted((htb for htb in below if is_htb_of_queue(htb)), key=lambda htb: htb.parent))
+
+
+def is_htb_of_queue(htb: HtbQdisc) -> bool:
+    """Whether an HTB below an mq has the handle that ours has in its place."""
+    return htb.handle.major - HTB_HANDLE.major == htb.parent.minor - 1
 
 
 def ticks_of_bytes(rate: Rate, size_bytes: int) -> int:

@@ -6,23 +6,47 @@ options: the budget is the budget class's ceil, the host's place is its parent.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kura_shaper.errors import KuraShaperError
 from kura_shaper.tenants.document import TenantsDocument
-from kura_shaper.tenants.marks import ReservedClass
-from kura_shaper.tree.build import Capabilities, TreeSettings, build, owners_of, root_qdisc
+from kura_shaper.tenants.marks import TENANT_CLASS_MIN, MarkLayout, ReservedClass
+from kura_shaper.tree.build import Capabilities, ShapeChoice, TreeSettings, build, owners_of
 from kura_shaper.tree.classifier import MARK_PRIORITY, ClassifierKind
 from kura_shaper.tree.diff import plan
-from kura_shaper.tree.model import BpfMatch, FwMatch, Handle, HostTraffic, HtbClass, Leaf, LeafKind, OtherQdisc, Shape
+from kura_shaper.tree.model import (
+    HTB_HANDLE,
+    BpfMatch,
+    FwMatch,
+    Handle,
+    HostTraffic,
+    HtbClass,
+    Leaf,
+    LeafKind,
+    MqQdisc,
+    OtherQdisc,
+    Shape,
+    SteeringKind,
+)
 from kura_shaper.tree.notes import Weight
 from kura_shaper.tree.preflight import Permission, is_ours
 from kura_shaper.tree.snapshot import ClassCounters
+from kura_shaper.tree.steer import (
+    TENANT_PRIORITY,
+    InForce,
+    has_foreign_filter,
+    is_ours_at_hook,
+    steering_faults,
+    steering_in_force,
+)
+from kura_shaper.units import Rate
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kura_shaper.tree.model import HtbQdisc
     from kura_shaper.tree.snapshot import Snapshot
-    from kura_shaper.units import Rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +60,36 @@ class ObservedClass:
 
 
 @dataclass(frozen=True, slots=True)
+class SteeringState:
+    """How packets come to the shaped queues, and why that can't be trusted, a line each."""
+
+    kind: SteeringKind | None
+    faults: tuple[str, ...] = ()
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether nothing speaks against it."""
+        return not self.faults
+
+
+@dataclass(frozen=True, slots=True)
 class Observed:
-    """What is on the device. drift says what would mend it, a line each; only with a document."""
+    """What is on the device. drift says what would mend it, a line each; only with a document.
+
+    steering is None in shape single, which needs none.
+    """
 
     actual: Snapshot
     is_ours: bool
     shape: Shape | None
     classes: tuple[ObservedClass, ...]
     drift: tuple[str, ...] = ()
+    steering: SteeringState | None = None
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether a tree of ours is there as wanted, and its packets come to it as far as a reading tells."""
+        return self.is_ours and not self.drift and (self.steering is None or self.steering.is_ok)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +97,13 @@ class Asked:
     """Settings that an operator wants in force; None where the tree's own are to be taken."""
 
     budget: Rate | None = None
+    shape: Shape | None = None
+    shaped_queues: int | None = None
     leaf: LeafKind | None = None
     host_traffic: HostTraffic | None = None
     host_reserve: Rate | None = None
+    # What the kernel has, where a leaf is asked for: a reading alone can't tell of kinds that are not in use.
+    leaves: frozenset[LeafKind] | None = None
 
 
 def observe(actual: Snapshot, document: TenantsDocument | None, asked: Asked | None = None) -> Observed:
@@ -62,12 +112,13 @@ def observe(actual: Snapshot, document: TenantsDocument | None, asked: Asked | N
     What is not asked for is taken as it is in force. Without a document only what every tree
     of ours has is looked for.
     """
-    ours = is_ours(actual.root, root_qdisc())
+    ours = is_ours(actual.root)
+    shape = shape_in_force(actual)
     owners = owners_of(document or TenantsDocument("", ()))
     return Observed(
         actual=actual,
         is_ours=ours,
-        shape=Shape.SINGLE if ours else None,
+        shape=shape,
         classes=tuple(
             ObservedClass(
                 spec=spec,
@@ -78,6 +129,67 @@ def observe(actual: Snapshot, document: TenantsDocument | None, asked: Asked | N
             for classid, spec in sorted(actual.classes.items())
         ),
         drift=_found(actual, document, asked or Asked()) if ours else (),
+        steering=SteeringState(steering_in_force(actual), steering_faults(actual)) if shape is Shape.MQ else None,
+    )
+
+
+def shape_in_force(actual: Snapshot) -> Shape | None:
+    """Return the shape of the tree of ours on a device; None when there is none."""
+    if not is_ours(actual.root):
+        return None
+    return Shape.MQ if isinstance(actual.root, MqQdisc) else Shape.SINGLE
+
+
+def in_force_for(actual: Snapshot, settings: TreeSettings, permission: Permission) -> InForce:
+    """Return what a new plan must heed. Where the queues may be made anew, in another number, nobody has a place."""
+    present = in_force(actual)
+    if Permission.DISRUPTION in permission and present.shaped_queues not in (0, settings.shaped_queues):
+        return replace(present, placement={}, shares=())
+    return present
+
+
+def _shaped_queues(actual: Snapshot) -> int:
+    """Return how many queues are shaped, those counted whose HTB is missing, as far as others tell of them."""
+    told = [f.action.first for f in actual.filters if f.action and f.priority == TENANT_PRIORITY and is_ours_at_hook(f)]
+    return 1 + max((0, *told, *(htb.handle.major - HTB_HANDLE.major for htb in actual.htbs)))
+
+
+def marks_in_force(actual: Snapshot) -> MarkLayout | None:
+    """Return the marks that the tree on a device goes by; None when it has no classifier of ours."""
+    first = (f.match for f in actual.filters if f.parent == HTB_HANDLE and f.priority == MARK_PRIORITY)
+    match next(first, None):
+        case BpfMatch(instructions) if len(instructions) > 1:
+            mask = instructions[1][3]  # the second instruction of `bpf_program` cuts the mask out
+        case FwMatch(_, mask, _):
+            pass
+        case _:
+            return None
+    try:
+        return MarkLayout(mask)
+    except KuraShaperError:
+        return None
+
+
+def in_force(actual: Snapshot) -> InForce:
+    """Return what a new plan for a device must know of what is on it."""
+    shape = shape_in_force(actual)
+    count = _shaped_queues(actual) if shape else 0
+    majors = range(HTB_HANDLE.major, HTB_HANDLE.major + count)
+    budgets = [actual.classes.get(Handle(major, ReservedClass.BUDGET)) for major in majors]
+    foreign_tcx = [p.name or str(p.program_id) for p in (actual.tcx.programs if actual.tcx else ()) if not p.is_ours]
+    return InForce(
+        shape=shape,
+        placement={
+            classid.minor: classid.major - HTB_HANDLE.major
+            for classid in actual.classes
+            if shape is Shape.MQ and classid.minor >= TENANT_CLASS_MIN
+        },
+        shares=tuple(budget.ceil for budget in budgets if budget) if all(budgets) else (),
+        shaped_queues=count,
+        steering=steering_in_force(actual),
+        hook=actual.hook.kind if actual.hook else "",
+        foreign_tcx=tuple(foreign_tcx),
+        has_foreign_filter=has_foreign_filter(actual),
     )
 
 
@@ -96,42 +208,63 @@ def _found(actual: Snapshot, document: TenantsDocument | None, asked: Asked) -> 
 
 def _missing(actual: Snapshot) -> tuple[str, ...]:
     """Return what a tree of ours has whoever its tenants are, and this one has not."""
-    major = root_qdisc().handle.major
-    absent = [r for r in ReservedClass if Handle(major, r) not in actual.classes]
-    parts = [f"class {Handle(major, r)} {r.name.lower()}" for r in absent]
-    if not any(f.priority == MARK_PRIORITY and isinstance(f.match, BpfMatch | FwMatch) for f in actual.filters):
-        parts.append("the classifier")
+    majors = range(HTB_HANDLE.major, HTB_HANDLE.major + _shaped_queues(actual))
+    there = {htb.handle.major for htb in actual.htbs}
+    parts = [f"HTB {Handle(m)} of tx queue {m - HTB_HANDLE.major}" for m in majors if m not in there]
+    for htb in actual.htbs:
+        classids = [Handle(htb.handle.major, reserved) for reserved in ReservedClass]
+        absent = (classid for classid in classids if classid not in actual.classes)
+        parts += [f"class {classid} {ReservedClass(classid.minor).name.lower()}" for classid in absent]
+        if not any(
+            f.parent == htb.handle and f.priority == MARK_PRIORITY and isinstance(f.match, BpfMatch | FwMatch)
+            for f in actual.filters
+        ):
+            parts.append("the classifier" if len(actual.htbs) == 1 else f"the classifier of {htb.handle}")
     return tuple(f"{part} is missing; `kura-shaper apply` mends it" for part in parts)
 
 
 def _drift(actual: Snapshot, document: TenantsDocument, asked: Asked) -> tuple[str, ...]:
     """Return, as one line each, what would have to be done to have the tree that the document wants."""
-    root = root_qdisc().handle
-    host = actual.classes[Handle(root.major, ReservedClass.HOST)]
-    node = actual.classes[Handle(root.major, ReservedClass.BUDGET)]
+    present = in_force(actual)
+    first = HTB_HANDLE.major
+    host = actual.classes[Handle(first, ReservedClass.HOST)]
+    node = actual.classes[Handle(first, ReservedClass.BUDGET)]
     in_use = _in_use(actual)
-    in_force = HostTraffic.INSIDE if host.parent == node.classid else HostTraffic.OUTSIDE
+    if asked.leaves:
+        in_use = replace(in_use, leaves=asked.leaves)
+    beside = HostTraffic.INSIDE if host.parent == node.classid else HostTraffic.OUTSIDE
     settings = TreeSettings(
-        budget=asked.budget or node.ceil,
-        leaf=asked.leaf or min(in_use.leaves, key=list(LeafKind).index),
-        host_traffic=asked.host_traffic or in_force,
+        budget=asked.budget or Rate(sum(share.bits_per_second for share in present.shares)),
+        shape=ShapeChoice(asked.shape or present.shape or Shape.SINGLE),
+        shaped_queues=asked.shaped_queues or len(actual.htbs),
+        leaf=asked.leaf or min(_kinds(actual.leaves.values()), key=list(LeafKind).index),
+        host_traffic=asked.host_traffic or beside,
         host_reserve=asked.host_reserve or host.floor,
     )
     try:
-        wanted = build(document, actual.device, settings=settings, capabilities=in_use)
+        wanted = build(document, actual.device, settings=settings, capabilities=in_use, in_force=present)
     except KuraShaperError as error:
         return (f"no tree for this document: {error}",)
-    # A root that would have to be rebuilt is drift too, whoever may allow it.
-    planned = plan(wanted, actual, Permission.DISRUPTION)
+    planned = plan(wanted, actual)
+    if planned.refusals:
+        # A root that would have to be rebuilt is drift too, whoever may allow it.
+        planned = plan(wanted, actual, Permission.DISRUPTION)
     findings = (note.message for note in planned.notes if note.weight is Weight.FINDING)
     return (*(operation.describe() for operation in planned.operations), *findings)
 
 
 def _in_use(actual: Snapshot) -> Capabilities:
     """Return the kinds that the tree is made of: a reading must not try the kernel out."""
-    leaves = {leaf.parameters.kind for leaf in actual.leaves.values() if isinstance(leaf, Leaf)}
-    by_mark = any(isinstance(f.match, FwMatch) for f in actual.filters)
+    by_mark = any(isinstance(f.match, FwMatch) and f.match.classid for f in actual.filters)
+    steers = {steering_in_force(actual) or SteeringKind.SKBEDIT}
+    if actual.tcx and actual.tcx.supported:
+        steers.add(SteeringKind.TCX)
     return Capabilities(
-        leaves=frozenset(leaves or {LeafKind.FQ_CODEL}),
+        leaves=_kinds((*actual.leaves.values(), *actual.queues.values())),
         classifiers=frozenset({ClassifierKind.FW if by_mark else ClassifierKind.BPF}),
+        steering=frozenset(steers),
     )
+
+
+def _kinds(found: Iterable[HtbQdisc | Leaf | OtherQdisc]) -> frozenset[LeafKind]:
+    return frozenset(leaf.parameters.kind for leaf in found if isinstance(leaf, Leaf)) or frozenset({LeafKind.FQ_CODEL})

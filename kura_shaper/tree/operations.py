@@ -11,10 +11,25 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from kura_shaper.tree.model import ROOT, BpfMatch, FlowerMatch, Fq, FqCodel, FwMatch, Handle, LeafKind
+from kura_shaper.tree.model import (
+    EGRESS,
+    ROOT,
+    BpfMatch,
+    DirectBpf,
+    FlowerMatch,
+    Fq,
+    FqCodel,
+    FwMatch,
+    Handle,
+    HtbQdisc,
+    Leaf,
+    LeafKind,
+    MqQdisc,
+)
 
 if TYPE_CHECKING:
-    from kura_shaper.tree.model import Filter, HtbClass, HtbQdisc, Leaf, OtherQdisc
+    from kura_shaper.tree.ebpf import EbpfProgram
+    from kura_shaper.tree.model import Filter, HtbClass, OtherQdisc
 
 
 class Impact(StrEnum):
@@ -27,14 +42,89 @@ class Impact(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AddRoot:
-    """Put an HTB at the root; the kernel swaps it for what is there in one step."""
+    """Put an HTB or an mq at the root; the kernel swaps it for what is there in one step."""
 
-    qdisc: HtbQdisc
+    qdisc: HtbQdisc | MqQdisc
     impact: Impact = Impact.DEVICE_LOSS
 
     def describe(self) -> str:
         """Return the operation as one line."""
-        return f"add root qdisc htb {self.qdisc.handle} default {self.qdisc.default_minor:x}"
+        return f"add root qdisc {_qdisc(self.qdisc)}"
+
+
+@dataclass(frozen=True, slots=True)
+class SetQueue:
+    """Put an HTB or a leaf below an mq, for one tx queue. The kernel stops the whole device for it."""
+
+    qdisc: HtbQdisc | Leaf
+    impact: Impact = Impact.DEVICE_LOSS
+
+    def describe(self) -> str:
+        """Return the operation as one line."""
+        what = _qdisc(self.qdisc) if isinstance(self.qdisc, HtbQdisc) else _leaf(self.qdisc)
+        return f"set qdisc of tx queue {self.qdisc.parent.minor - 1} to {what}"
+
+
+@dataclass(frozen=True, slots=True)
+class AddHook:
+    """Make the hooks that packets pass before a tx queue is chosen. The first one stops the device."""
+
+    impact: Impact = Impact.DEVICE_LOSS
+
+    def describe(self) -> str:
+        """Return the operation as one line."""
+        return "add qdisc clsact, for the egress hook"
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteHook:
+    """Take the hooks away, with whatever hangs there. The kernel stops the device for it."""
+
+    impact: Impact = Impact.DEVICE_LOSS
+
+    def describe(self) -> str:
+        """Return the operation as one line."""
+        return "delete qdisc clsact"
+
+
+@dataclass(frozen=True, slots=True)
+class SetTcx:
+    """Put our program first among those that run ahead of the egress hook, or swap the one that is there."""
+
+    program: EbpfProgram
+    impact: Impact = Impact.HITLESS
+
+    def describe(self) -> str:
+        """Return the operation as one line."""
+        return f"set first tcx egress program to {self.program.name} of {len(self.program.instructions)} instructions"
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveTcx:
+    """Take our tcx program away."""
+
+    impact: Impact = Impact.HITLESS
+
+    def describe(self) -> str:
+        """Return the operation as one line."""
+        return "remove tcx egress program"
+
+
+@dataclass(frozen=True, slots=True)
+class SetXps:
+    """Set which CPUs prefer a tx queue; 0 for none (Documentation/networking/scaling.rst)."""
+
+    queue: int
+    mask: int
+    impact: Impact = Impact.HITLESS
+
+    def describe(self) -> str:
+        """Return the operation as one line."""
+        return (
+            f"set XPS of tx queue {self.queue} to {self.mask:#x}"
+            if self.mask
+            else f"clear XPS of tx queue {self.queue}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +226,7 @@ class SetFilter:
 
     def describe(self) -> str:
         """Return the operation as one line."""
-        return f"set filter prio {self.filter.priority} on {self.filter.parent}: {_match(self.filter)}"
+        return f"set filter prio {self.filter.priority} on {_parent(self.filter.parent)}: {_match(self.filter)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +238,17 @@ class DeleteFilter:
 
     def describe(self) -> str:
         """Return the operation as one line."""
-        return f"delete filter prio {self.filter.priority} on {self.filter.parent}: {_match(self.filter)}"
+        return f"delete filter prio {self.filter.priority} on {_parent(self.filter.parent)}: {_match(self.filter)}"
 
 
 Operation = (
     AddRoot
+    | SetQueue
+    | AddHook
+    | DeleteHook
+    | SetTcx
+    | RemoveTcx
+    | SetXps
     | RestoreQdisc
     | DeleteRoot
     | AddClass
@@ -166,7 +262,13 @@ Operation = (
 
 
 def _parent(handle: Handle) -> str:
-    return "root" if handle == ROOT else str(handle)
+    names = {ROOT: "root", EGRESS: "the egress hook"}
+    return names.get(handle, str(handle))
+
+
+def _qdisc(qdisc: HtbQdisc | MqQdisc) -> str:
+    default = f" default {qdisc.default_minor:x}" if isinstance(qdisc, HtbQdisc) else ""
+    return f"{qdisc.kind} {qdisc.handle}{default}"
 
 
 def _class(spec: HtbClass) -> str:
@@ -188,11 +290,19 @@ def _leaf(leaf: Leaf) -> str:
 
 def _match(found: Filter) -> str:
     match found.match:
+        case BpfMatch(instructions) if found.action:
+            what = f"bpf of {len(instructions)} instructions"
         case BpfMatch(instructions):
-            return f"bpf of {len(instructions)} instructions: class id from the mark, gateway ports"
+            what = f"bpf of {len(instructions)} instructions: class id from the mark, gateway ports"
         case FwMatch(mark, mask, classid):
-            return f"fw mark {mark:#x}/{mask:#x} to {classid}"
+            what = f"fw mark {mark:#x}/{mask:#x}{f' to {classid}' if classid else ''}"
         case FlowerMatch(_, protocol, port, classid):
-            return f"flower ip protocol {protocol} source port {port} to {classid}"
+            what = f"flower ip protocol {protocol} source port {port} to {classid}"
+        case DirectBpf(name):
+            what = f"eBPF {name}, which sets the tx queue"
         case other:
-            return other.kind
+            what = other.kind
+    if found.action is None:
+        return what
+    last = "" if found.action.last is None else f" to {found.action.last}, by hash"
+    return f"{what}, tx queue {found.action.first}{last}"

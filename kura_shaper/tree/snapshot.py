@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kura_shaper.tree.model import OtherQdisc
+from kura_shaper.tree.model import OtherQdisc, htbs_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kura_shaper.tree.model import Device, Filter, Handle, HtbClass, HtbQdisc, Leaf
+    from kura_shaper.tree.ebpf import TcxState
+    from kura_shaper.tree.model import Device, Filter, Handle, HtbClass, HtbQdisc, Leaf, Root
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +40,30 @@ class Snapshot:
     """One reading of a device's qdiscs, classes and filters.
 
     root is None when the device has no qdisc at all. leaves maps a class to the qdisc
-    below it. verbatim has every qdisc as the kernel's own bytes, which is what a
-    journal can bring back.
+    below it, queues an mq's place to the qdisc there. verbatim has every qdisc as the kernel's
+    own bytes, which is what a journal can bring back. hook is what stands at the ingress and
+    egress hooks, tcx the programs ahead of it (None when that could not be asked), xps the CPU masks
+    of the queues that have one (None when unknown).
     """
 
     device: Device
-    root: HtbQdisc | OtherQdisc | None
+    root: Root
+    queues: Mapping[Handle, HtbQdisc | Leaf | OtherQdisc] = field(default_factory=dict)
     classes: Mapping[Handle, HtbClass] = field(default_factory=dict)
     leaves: Mapping[Handle, Leaf | OtherQdisc] = field(default_factory=dict)
     filters: tuple[Filter, ...] = ()
     verbatim: tuple[OtherQdisc, ...] = ()
     counters: Mapping[Handle, ClassCounters] = field(default_factory=dict)
+    hook: OtherQdisc | None = None
+    tcx: TcxState | None = None
+    xps: Mapping[int, int] | None = field(default_factory=dict)
     direct_packets: int = 0
     taken_at_ns: int = 0
+
+    @property
+    def htbs(self) -> tuple[HtbQdisc, ...]:
+        """The HTB at the root, or those of ours below an mq root, in the order of their queues."""
+        return htbs_of(self.root, self.queues.values())
 
     @property
     def has_default_root(self) -> bool:

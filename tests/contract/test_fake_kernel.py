@@ -9,28 +9,32 @@ from __future__ import annotations
 import errno
 import random
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
+from both_kernels import (
+    FIFO,
+    FQ_CODEL,
+    MASK,
+    OTHER_FIFO,
+    OURS,
+    ROOT_QDISC,
+    assert_same,
+    at,
+    bpf,
+    fifo_root,
+    flower,
+    fw,
+    htb,
+    leaf,
+    skip_where_lacking,
+)
 
-from kura_shaper.kernel.fake import FakeKernel
-from kura_shaper.tenants.marks import MarkLayout
-from kura_shaper.tree.classifier import ETH_P_ALL, ETH_P_IP, ETH_P_IPV6, ClassifierKind, bpf_program
+from kura_shaper.tree.classifier import ETH_P_ALL, ETH_P_IP, ETH_P_IPV6, ClassifierKind
 from kura_shaper.tree.model import (
     ROOT,
-    Bfifo,
-    BpfMatch,
-    Filter,
-    FlowerMatch,
-    FqCodel,
-    FwMatch,
     Handle,
-    HtbClass,
     HtbQdisc,
-    Leaf,
-    LeafKind,
-    OtherQdisc,
-    ticks_of_bytes,
 )
 from kura_shaper.tree.operations import (
     AddClass,
@@ -45,11 +49,10 @@ from kura_shaper.tree.operations import (
     SetFilter,
     SetLeaf,
 )
-from kura_shaper.tree.snapshot import Snapshot
 from kura_shaper.units import Rate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from conftest import Network
 
@@ -57,48 +60,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.privileged
 
-OURS = Handle(0x20)
-ROOT_QDISC = HtbQdisc(OURS, ROOT, 2, 1000)
-FIFO, OTHER_FIFO = Bfifo(100_000), Bfifo(200_000)
-MASK = 0xFFFF0000
-
-
-def at(minor: int) -> Handle:
-    return Handle(0x20, minor)
-
-
-def htb(
-    minor: int, parent: int = 0, *, floor: int = 10**6, ceil: int = 10**7, quantum_bytes: int = 1514, prio: int = 0
-) -> HtbClass:
-    rates = Rate(floor), Rate(ceil)
-    burst, cburst = (ticks_of_bytes(rate, 65_536) for rate in rates)
-    return HtbClass(at(minor), at(parent), *rates, burst, cburst, quantum_bytes, prio)
-
-
-def leaf(minor: int, major: int, parameters: Bfifo | FqCodel = FIFO) -> Leaf:
-    return Leaf(Handle(major), at(minor), parameters)
-
-
-def bpf(
-    priority: int = 100, *, ethertype: int = ETH_P_ALL, handle: int = 1, port: int = 443, on: Handle = OURS
-) -> Filter:
-    return Filter(on, priority, ethertype, handle, bpf_program(MarkLayout(), [port], OURS.major))
-
-
-def fw(minor: int, *, mask: int = MASK, to: int = 0) -> Filter:
-    mark = minor << 16
-    return Filter(OURS, 100, ETH_P_ALL, mark, FwMatch(mark, mask, at(to or minor)))
-
-
-def flower(number: int, port: int, *, to: int = 5, priority: int = 110, protocol: int = 6) -> Filter:
-    return Filter(OURS, priority, ETH_P_IP, number, FlowerMatch(ETH_P_IP, protocol, port, at(to)))
-
-
-def fifo_root(handle: int, limit_packets: int) -> OtherQdisc:
-    return OtherQdisc("pfifo", Handle(handle), ROOT, limit_packets.to_bytes(4, "little"))
-
-
-FQ_CODEL = FqCodel(1_000, 1024, 5_000, 100_000, 1514, 1 << 25)
 SEQUENCES: dict[str, list[Operation]] = {
     "a class twice": [AddRoot(ROOT_QDISC), AddClass(htb(5)), AddClass(htb(5)), AddClass(htb(5, ceil=10**8))],
     "a class that is changed": [AddRoot(ROOT_QDISC), AddClass(htb(5)), ChangeClass(htb(5, ceil=10**8, prio=3))],
@@ -334,57 +295,10 @@ FACTS: list[tuple[str, int, int | None]] = [
 ]
 
 
-def needs(operations: Sequence[Operation]) -> set[LeafKind | ClassifierKind]:
-    """Return the kinds that a kernel must have for these operations."""
-    found: set[LeafKind | ClassifierKind] = set()
-    for operation in operations:
-        match operation:
-            case SetLeaf(Leaf(parameters=parameters)):
-                found.add(parameters.kind)
-            case SetFilter(Filter(match=BpfMatch())):
-                found.add(ClassifierKind.BPF)
-            case SetFilter(Filter(match=FwMatch() | FlowerMatch())):
-                found.add(ClassifierKind.FW)
-    return found
-
-
-def assert_same(network: Network, operations: Sequence[Operation]) -> list[int | None]:
-    """Send operations to both kernels; return what they answered."""
-    real = network.control()
-    fake = FakeKernel(network.device, network.read().root)  # type: ignore[arg-type]
-    answers = []
-    for number, operation in enumerate(operations):
-        (said,) = real.send([operation])
-        (faked,) = fake.send([operation])
-        found = real.snapshot()
-        assert isinstance(found, Snapshot), found
-        where = f"{number}: {operation}"
-        assert named(faked) == named(said), where
-        assert seen(fake.snapshot()) == seen(found), where
-        answers.append(said.errno if said else None)
-    return answers
-
-
-def named(error: Any) -> str:
-    return errno.errorcode[error.errno] if error else "taken"
-
-
-def seen(found: Snapshot) -> dict[str, object]:
-    """Return what is compared of a reading. A kernel's own leaves are not shown by every kernel."""
-    return {
-        "root": found.root,
-        "classes": dict(found.classes),
-        "leaves": {parent: below for parent, below in found.leaves.items() if below.handle.major},
-        "filters": found.filters,
-    }
-
-
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_both_kernels_answer_and_hold_the_same(network: Network, capabilities: Capabilities, name: str) -> None:
     operations = SEQUENCES[name]
-    missing = needs(operations) - capabilities.leaves - capabilities.classifiers
-    if missing:
-        pytest.skip(f"this kernel lacks {', '.join(sorted(missing))}")
+    skip_where_lacking(operations, network, capabilities)
     answers = assert_same(network, operations)
     for sequence, number, answer in FACTS:
         if sequence == name:

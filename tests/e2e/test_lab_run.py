@@ -16,7 +16,6 @@ from kura_shaper.errors import KuraShaperError
 from kura_shaper.haproxy.binary import find_haproxy
 
 LAB_RUN = [sys.executable, "-m", "kura_shaper", "lab", "run"]
-POINT_S = 10
 
 
 def haproxy_is_missing() -> str:
@@ -59,13 +58,14 @@ def wait_until(condition: object, *, timeout_s: float) -> None:
 
 
 @pytest.mark.slow
-def test_the_bypass_is_shown_and_closed_over_ten_seconds_on_every_path(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("shape", "point_s"), [("single", 10), ("mq", 4)])
+def test_the_bypass_is_shown_and_closed_over_seconds_on_every_path(tmp_path: Path, shape: str, point_s: int) -> None:
     page = tmp_path / "report.html"
-    done = subprocess.run(
-        [*LAB_RUN, "--json", f"--duration={POINT_S}", f"--html={page}"], capture_output=True, text=True, check=False
-    )
+    options = ["--json", f"--shape={shape}", f"--duration={point_s}", f"--html={page}"]
+    done = subprocess.run([*LAB_RUN, *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     shown = json.loads(done.stdout)
+    assert shown["shape"] == shape
     ceiling = shown["ceiling_mbps"]
     for path in ("direct", "shaped", "shaped_http2", "peer"):
         assert sorted(shown["paths"][path]) == ["1", "4", "8"]

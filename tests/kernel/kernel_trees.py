@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kura_shaper.tenants.document import Gateway, Tenant, TenantsDocument
-from kura_shaper.tree.build import Capabilities, TreeSettings, Wanted, build
-from kura_shaper.tree.model import Device, Handle, HtbClass, LeafKind, ticks_of_bytes
+from kura_shaper.tenants.marks import PROOF_CLASS, SHAPED_QUEUES_MAX
+from kura_shaper.tree.build import Capabilities, ShapeChoice, TreeSettings, Wanted, build
+from kura_shaper.tree.model import EGRESS, Device, Handle, HtbClass, Leaf, LeafKind, OtherQdisc, ticks_of_bytes
 from kura_shaper.units import Rate
 
 if TYPE_CHECKING:
@@ -30,9 +31,16 @@ def document(*tenants: Tenant) -> TenantsDocument:
     return TenantsDocument("test", chosen, gateway=Gateway((GATEWAY_PORT,), (PEER_PORT,)))
 
 
-def wanted(device: Device, capabilities: Capabilities, *tenants: Tenant, budget: int = 10 * GBIT) -> Wanted:
+def wanted(
+    device: Device,
+    capabilities: Capabilities,
+    *tenants: Tenant,
+    budget: int = 10 * GBIT,
+    shape: ShapeChoice = ShapeChoice.SINGLE,
+    shaped_queues: int = 1,
+) -> Wanted:
     """Return the wanted tree of a device with the best leaf that the kernel has."""
-    settings = TreeSettings(Rate(budget), leaf=LeafKind.FQ_CODEL)
+    settings = TreeSettings(Rate(budget), shape=shape, shaped_queues=shaped_queues, leaf=LeafKind.FQ_CODEL)
     return build(document(*tenants), device, settings=settings, capabilities=capabilities)
 
 
@@ -62,10 +70,20 @@ def htb_class(
 def differences(made: Wanted, actual: Snapshot) -> list[str]:
     """Return what is not on the device as wanted, or is there beside it."""
     tree = made.tree
+    hooks = {f.parent for f in actual.filters} - {htb.handle for htb in tree.htbs} - {EGRESS}
     pairs: list[tuple[str, object, object]] = [
         ("root", tree.root, actual.root),
+        ("queues", {q.parent: q for q in tree.queues}.items() <= actual.queues.items(), True),
+        ("htbs", tree.htbs, actual.htbs),
         ("classes", {c.classid: c for c in tree.classes}, dict(actual.classes)),
-        ("leaves", {leaf.parent: leaf for leaf in tree.leaves}, dict(actual.leaves)),
+        ("leaves", {leaf.parent: leaf for leaf in tree.leaves}, leaves_of_choice(actual)),
         ("filters", tuple(sorted(tree.filters, key=lambda f: f.key)), actual.filters),
+        ("filters elsewhere", hooks, set()),
     ]
     return [f"{name}: wanted {want}, found {found}" for name, want, found in pairs if want != found]
+
+
+def leaves_of_choice(actual: Snapshot) -> dict[Handle, Leaf | OtherQdisc]:
+    """Return the leaves but the kernel's own below a proof's class, which needs none."""
+    proofs = range(PROOF_CLASS, PROOF_CLASS + SHAPED_QUEUES_MAX)
+    return {classid: leaf for classid, leaf in actual.leaves.items() if classid.minor not in proofs}

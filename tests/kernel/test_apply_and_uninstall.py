@@ -21,7 +21,7 @@ from kura_shaper.kernel import wire
 from kura_shaper.kernel.journal import Former, Journal
 from kura_shaper.kernel.netns import in_new_namespace
 from kura_shaper.tree.build import root_qdisc
-from kura_shaper.tree.model import ROOT, Device, Handle, OtherQdisc
+from kura_shaper.tree.model import ROOT, Device, Handle, HtbQdisc, MqQdisc, OtherQdisc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,12 +51,21 @@ def tenants(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(params=["single", "mq"])
+def shape(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-def apply(cli: Cli, tenants: Path) -> Callable[..., Ended]:
-    """Return what applies the document to `nic0`, with further options."""
-    return lambda *options, **how: cli(
-        "apply", "--tenants", str(tenants), "--device", "nic0", "--budget", "10G", *options, **how
-    )
+def our_root(shape: str) -> HtbQdisc | MqQdisc:
+    return root_qdisc() if shape == "single" else MqQdisc(Handle(0x1F))
+
+
+@pytest.fixture
+def apply(cli: Cli, tenants: Path, shape: str) -> Callable[..., Ended]:
+    """Return what applies the document to `nic0` in either shape, with further options."""
+    fixed = ("--tenants", str(tenants), "--device", "nic0", "--budget", "10G", "--shape", shape)
+    return lambda *options, **how: cli("apply", *fixed, *options, **how)
 
 
 @pytest.fixture
@@ -107,9 +116,9 @@ def test_a_second_apply_makes_no_operation_and_the_kernel_hears_nothing(
 
 
 def test_plan_and_dry_run_say_the_same_and_change_nothing(
-    network: Network, cli: Cli, tenants: Path, apply: Callable[..., Ended], heard: socket.socket
+    network: Network, cli: Cli, tenants: Path, apply: Callable[..., Ended], heard: socket.socket, shape: str
 ) -> None:
-    asked = ("--tenants", str(tenants), "--device", "nic0", "--budget", "10G")
+    asked = ("--tenants", str(tenants), "--device", "nic0", "--budget", "10G", "--shape", shape)
     planned, dry = cli("plan", *asked), apply("--dry-run")
     assert (planned.status, planned.stderr) == (1, "")
     assert planned == dry
@@ -157,7 +166,7 @@ FORMER: list[tuple[str, list[str]]] = [
 
 @pytest.mark.parametrize("commands", [c for _, c in FORMER], ids=[what for what, _ in FORMER])
 def test_a_root_of_somebody_else_stays_unless_it_is_taken_over_and_then_comes_back_whole(
-    network: Network, cli: Cli, apply: Callable[..., Ended], commands: list[str]
+    network: Network, cli: Cli, apply: Callable[..., Ended], our_root: HtbQdisc | MqQdisc, commands: list[str]
 ) -> None:
     for command in commands:
         tc(command)
@@ -168,7 +177,7 @@ def test_a_root_of_somebody_else_stays_unless_it_is_taken_over_and_then_comes_ba
     assert state_of(network.read()) == state_of(before)
 
     assert apply("--take-over").status == 0
-    assert network.read().root == root_qdisc()
+    assert network.read().root == our_root
     gone = cli("uninstall", "--device", "nic0")
     assert (gone.status, gone.stderr) == (0, "")
     assert alike(chosen(network.read()), chosen(before))
@@ -253,7 +262,7 @@ def test_programs_of_others_on_the_hooks_stay_through_apply_and_uninstall(
 
 
 def test_a_root_of_ours_with_other_parameters_is_rebuilt_only_with_leave(
-    network: Network, apply: Callable[..., Ended]
+    network: Network, apply: Callable[..., Ended], our_root: HtbQdisc | MqQdisc
 ) -> None:
     tc("qdisc add dev nic0 root handle 20: htb default 2 direct_qlen 5")
     before = network.read()
@@ -262,7 +271,7 @@ def test_a_root_of_ours_with_other_parameters_is_rebuilt_only_with_leave(
     assert "refused[rebuild-needed]" in refused.stderr
     assert state_of(network.read()) == state_of(before)
     assert apply("--allow-disruption").status == 0
-    assert network.read().root == root_qdisc()
+    assert network.read().root == our_root
 
 
 # Drift.
@@ -311,11 +320,11 @@ def test_a_root_deleted_by_hand_is_no_tree_of_ours_and_is_made_again(
 
 
 def test_status_shows_what_the_kernel_has(
-    network: Network, cli: Cli, tenants: Path, apply: Callable[..., Ended]
+    network: Network, cli: Cli, tenants: Path, apply: Callable[..., Ended], shape: str
 ) -> None:
     apply()
     shown = json.loads(cli("status", "--device", "nic0", "--tenants", str(tenants), "--json").stdout)
-    assert (shown["ours"], shown["shape"], shown["drift"]) == (True, "single", [])
+    assert (shown["ours"], shown["shape"], shown["drift"]) == (True, shape, [])
     acme = next(c for c in shown["classes"] if c["owner"] == "acme")
     assert acme["class"] == "0x2a7"
     assert (acme["floor_bits_per_second"], acme["ceil_bits_per_second"]) == (25_000_000, 1_500_000_000)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.privileged
 
 # What scripts/bench starts once the environment is set up.
 BENCHMARKS = Path(__file__).parents[2] / "scripts" / "benchmarks"
-NAMES = {"program-1000", "program-10000", "change-one", "dump-1000", "dump-10000"}
+NAMES = {"program-1000", "program-10000", "change-one", "dump-1000", "dump-10000", "datapath"}
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:

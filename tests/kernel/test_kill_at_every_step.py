@@ -20,10 +20,10 @@ from kura_shaper.kernel.apply import Applied, apply_tree, remove_tree
 from kura_shaper.kernel.client import TcClient
 from kura_shaper.kernel.device import KernelTrafficControl
 from kura_shaper.kernel.journal import Journal
-from kura_shaper.tree.build import root_qdisc
+from kura_shaper.tree.build import ShapeChoice, root_qdisc
 from kura_shaper.tree.diff import plan
 from kura_shaper.tree.model import ROOT, Handle, OtherQdisc
-from kura_shaper.tree.operations import AddRoot, DeleteRoot, Operation, RestoreQdisc
+from kura_shaper.tree.operations import AddRoot, DeleteHook, DeleteRoot, Operation, RestoreQdisc
 from kura_shaper.tree.preflight import Permission
 
 if TYPE_CHECKING:
@@ -72,6 +72,10 @@ class Scenario:
     is_removal: bool = False
     tenants: tuple[Any, ...] = field(default=())
     budget: int = 10 * GBIT
+    shape: ShapeChoice = ShapeChoice.SINGLE
+    # The shape of the tree that is there before, where that is another one.
+    shape_before: ShapeChoice | None = None
+    shaped_queues: int = 1
 
 
 BEFORE = (tenant(ACME), tenant(ZETA, floor=0))
@@ -88,6 +92,20 @@ SCENARIOS = {
     ),
     "a root that is rebuilt": Scenario(direct_qlen_packets=5, tenants=BEFORE, permission=Permission.DISRUPTION),
     "a removal": Scenario(is_removal=True),
+    "mq: a first installation": Scenario(has_tree=False, tenants=BEFORE, shape=ShapeChoice.MQ),
+    "mq: tenants that come and go over two queues": Scenario(
+        tenants=(tenant(ACME, floor=50 * MBIT, ceiling=3 * GBIT), tenant(NEW)),
+        budget=20 * GBIT,
+        shape=ShapeChoice.MQ,
+        shaped_queues=2,
+    ),
+    "mq in place of single": Scenario(
+        tenants=BEFORE, permission=Permission.DISRUPTION, shape=ShapeChoice.MQ, shape_before=ShapeChoice.SINGLE
+    ),
+    "single in place of mq": Scenario(
+        tenants=BEFORE, permission=Permission.DISRUPTION, shape_before=ShapeChoice.MQ, shaped_queues=2
+    ),
+    "mq: a removal that brings a former root back": Scenario(is_removal=True, former=(FORMER,), shape=ShapeChoice.MQ),
     "a removal that brings a former root back": Scenario(is_removal=True, former=(FORMER,)),
 }
 
@@ -97,15 +115,20 @@ class Stage:
 
     def __init__(self, network: Network, capabilities: Any, scenario: Scenario, state: Path) -> None:
         self.network, self.scenario = network, scenario
-        self.start = wanted(network.device, capabilities, *BEFORE)
-        self.goal = wanted(network.device, capabilities, *scenario.tenants, budget=scenario.budget)
+        self.start = self._wanted(capabilities, scenario.shape_before or scenario.shape, *BEFORE)
+        self.goal = self._wanted(capabilities, scenario.shape, *scenario.tenants, budget=scenario.budget)
         self.journal = Journal(state, network.device)
         state.mkdir()
 
+    def _wanted(self, capabilities: Any, shape: ShapeChoice, *tenants: Any, budget: int = 10 * GBIT) -> Wanted:
+        queues = self.scenario.shaped_queues if shape is ShapeChoice.MQ else 1
+        return wanted(self.network.device, capabilities, *tenants, budget=budget, shape=shape, shaped_queues=queues)
+
     def set(self) -> None:
         """Bring the device to the scenario's start, whatever is there."""
-        found = self.network.read().root
-        self._send(*([DeleteRoot(found.handle)] if found is not None and found.handle.major else []))
+        found = self.network.read()
+        root = [DeleteRoot(found.root.handle)] if found.root is not None and found.root.handle.major else []
+        self._send(*root, *([DeleteHook()] if found.hook else []))
         self._send(*map(RestoreQdisc, self.scenario.former))
         if self.scenario.has_tree:
             done = self._run_to(self.start, Permission.TAKE_OVER)
@@ -133,14 +156,14 @@ class Stage:
             return self._run_to(self.goal, self.scenario.permission, lives=lives).exit_code
         with TcClient() as client:
             control = Dying(client, self.network, lives=lives)
-            return remove_tree(root_qdisc(), control, self.journal, clock=SystemClock()).exit_code
+            return remove_tree(control, self.journal, clock=SystemClock()).exit_code
 
     def is_at_goal(self) -> bool:
         """Whether the device is exactly as it should be at the end."""
         found = self.network.read()
         if not self.scenario.is_removal:
             return differences(self.goal, found) == []
-        return tuple(q for q in found.verbatim if q.handle.major) == self.scenario.former
+        return tuple(q for q in found.verbatim if q.handle.major) == self.scenario.former and not found.filters
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS.keys())

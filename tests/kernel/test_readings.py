@@ -24,7 +24,6 @@ from kura_shaper.kernel.client import TcClient
 from kura_shaper.kernel.device import KernelTrafficControl
 from kura_shaper.kernel.dump import read_snapshot
 from kura_shaper.kernel.journal import Former, Journal
-from kura_shaper.tree.build import root_qdisc
 from kura_shaper.tree.diff import plan
 from kura_shaper.tree.model import ROOT, Handle, HtbQdisc, OtherMatch, OtherQdisc
 from kura_shaper.tree.operations import AddClass, AddRoot, Operation
@@ -108,7 +107,10 @@ def test_what_is_not_ours_stops_no_reading(network: Network, capabilities: Any, 
     assert {c.classid: c for c in made.tree.classes}.items() <= after.classes.items()
     assert after.root == made.tree.root
     assert set(made.tree.filters) <= set(after.filters)
-    assert {f.match for f in after.filters} - {f.match for f in made.tree.filters} <= {OtherMatch("u32")}
+    assert {f.match for f in after.filters} - {f.match for f in made.tree.filters} <= {
+        OtherMatch("u32"),
+        OtherMatch("bpf"),
+    }
 
 
 def test_an_htb_that_somebody_hung_below_a_class_of_ours_is_not_taken_for_ours(
@@ -315,7 +317,7 @@ def test_unknown_never_leads_to_a_write(
         control = control_of(faulty(fault, times=ALWAYS), network)
         everything = Permission.DISRUPTION | Permission.TAKE_OVER
         applied = apply_tree(other, control, journal, permission=everything, clock=FakeClock())
-        removed = remove_tree(root_qdisc(), control, journal, clock=FakeClock())
+        removed = remove_tree(control, journal, clock=FakeClock())
         assert select.select([heard], [], [], 0)[0] == []
     assert (applied.exit_code, removed.exit_code) == (4, 4)
     assert (applied.outcomes, removed.outcomes) == ((), ())

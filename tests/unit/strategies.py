@@ -7,23 +7,41 @@ marks, and a plan from one to the other has something to leave alone.
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
 from kura_shaper.kernel.fake import FakeKernel
+from kura_shaper.kernel.fake_beside import FakeBeside
 from kura_shaper.tenants.document import Gateway, Tenant, TenantsDocument
 from kura_shaper.tenants.marks import MarkLayout
-from kura_shaper.tree.build import Capabilities, TreeSettings, Wanted, build
+from kura_shaper.tree.build import Capabilities, ShapeChoice, TreeSettings, Wanted, build
 from kura_shaper.tree.classifier import ClassifierKind
 from kura_shaper.tree.diff import plan
-from kura_shaper.tree.model import Device, HostTraffic, LeafKind
+from kura_shaper.tree.ebpf import TcxProgram, TcxState
+from kura_shaper.tree.model import (
+    HOOK,
+    ROOT,
+    Device,
+    Handle,
+    HostTraffic,
+    Leaf,
+    LeafKind,
+    MqQdisc,
+    OtherQdisc,
+    SteeringKind,
+)
 from kura_shaper.tree.params import TRICKLE_MIN
+from kura_shaper.tree.snapshot import Snapshot
 from kura_shaper.units import Rate
 
 if TYPE_CHECKING:
-    from kura_shaper.tree.snapshot import Snapshot
+    from collections.abc import Iterable
+
+    from kura_shaper.tree.model import HtbQdisc
+    from kura_shaper.tree.operations import Operation
+    from kura_shaper.tree.steer import InForce
 
 ETH0 = Device("eth0", 2)
 
@@ -37,8 +55,10 @@ class Case:
     device: Device = ETH0
     capabilities: Capabilities = field(default_factory=Capabilities)
 
-    def wanted(self) -> Wanted:
-        return build(self.document, self.device, settings=self.settings, capabilities=self.capabilities)
+    def wanted(self, in_force: InForce | None = None) -> Wanted:
+        return build(
+            self.document, self.device, settings=self.settings, capabilities=self.capabilities, in_force=in_force
+        )
 
 
 def document(*tenants: Tenant, mask: int = 0xFFFF0000, ports: tuple[int, ...] = (443, 7443)) -> TenantsDocument:
@@ -64,6 +84,25 @@ def case(
         TreeSettings(Rate.parse(budget), leaf=leaf, host_traffic=host_traffic),
         device,
         Capabilities(classifiers=frozenset({classifier})),
+    )
+
+
+def mq_case(
+    *tenants: Tenant,
+    shaped: int = 1,
+    live: int = 4,
+    steering: SteeringKind = SteeringKind.SKBEDIT,
+    shape: ShapeChoice = ShapeChoice.MQ,
+    budget: str = "3G",
+    mask: int = 0xFFFF0000,
+    classifier: ClassifierKind = ClassifierKind.BPF,
+) -> Case:
+    """A case of shape mq on a device with so many live queues, where one way of steering was proven."""
+    made = case(*tenants, budget=budget, mask=mask, classifier=classifier, device=replace(ETH0, tx_queues=live))
+    return replace(
+        made,
+        settings=replace(made.settings, shape=shape, shaped_queues=shaped),
+        capabilities=replace(made.capabilities, steering=frozenset({steering})),
     )
 
 
@@ -114,6 +153,90 @@ def cases(draw: st.DrawFn) -> Case:
         draw(DEVICES),
         Capabilities(frozenset({leaf}), frozenset({draw(st.sampled_from(ClassifierKind))})),
     )
+
+
+STEERING = st.sampled_from(SteeringKind)
+
+
+@st.composite
+def mq_cases(draw: st.DrawFn, shaped_max: int = 16) -> Case:
+    """A case of shape mq: the budget holds a trickle for our classes on every shaped queue too."""
+    made = draw(cases())
+    shaped = draw(st.integers(1, shaped_max))
+    live = draw(st.integers(max(2, shaped), 24) | st.sampled_from([64, 300]))
+    budget = Rate(made.settings.budget.bits_per_second + 2 * shaped * TRICKLE_MIN.bits_per_second)
+    return replace(
+        made,
+        device=replace(made.device, tx_queues=live),
+        settings=replace(
+            made.settings,
+            budget=budget,
+            shape=ShapeChoice.MQ,
+            shaped_queues=shaped,
+            host_traffic=HostTraffic.OUTSIDE,
+        ),
+        capabilities=replace(made.capabilities, steering=frozenset({draw(STEERING)})),
+    )
+
+
+OURS_BY_NAME = TcxProgram(7, "ks_0123456789ab", is_ours=True)
+FOREIGN_PROGRAM = TcxProgram(9, "cil_to_netdev", is_ours=False)
+CLSACT = OtherQdisc("clsact", Handle(0xFFFF), HOOK)
+
+
+def unshaped(device: Device) -> Snapshot:
+    """What a device with several queues has before anybody touches it."""
+    mq = OtherQdisc("mq", Handle(0), ROOT)
+    queues = [OtherQdisc("fq_codel", Handle(0), Handle(0, queue + 1)) for queue in range(device.tx_queues)]
+    return Snapshot(device, mq, verbatim=(mq, *queues), tcx=TcxState(supported=True))
+
+
+def snapshot_of(wanted: Wanted, device: Device) -> Snapshot:
+    """A reading of a device that has just this tree."""
+    tree = wanted.tree
+    qdiscs = [OtherQdisc("", qdisc.handle, qdisc.parent) for qdisc in (tree.root, *tree.queues, *tree.leaves)]
+    queues: dict[Handle, HtbQdisc | Leaf | OtherQdisc] = {}
+    if isinstance(tree.root, MqQdisc):
+        places = [tree.root.child(queue) for queue in range(device.tx_queues)]
+        queues = {place: OtherQdisc("pfifo", Handle(0), place) for place in places}
+    programs: tuple[TcxProgram, ...] = ()
+    if tree.steering and tree.steering.kind is SteeringKind.TCX and tree.steering.program:
+        programs = (TcxProgram(1, tree.steering.program.name, is_ours=True),)
+    # A class without a leaf of ours, such as a proof's, keeps the plain fifo that the kernel gives it.
+    inner = {spec.parent for spec in tree.classes}
+    plain = {c.classid: OtherQdisc("pfifo", Handle(0), c.classid) for c in tree.classes if c.classid not in inner}
+    return Snapshot(
+        device,
+        tree.root,
+        queues={**queues, **{qdisc.parent: qdisc for qdisc in tree.queues}},
+        classes={spec.classid: spec for spec in tree.classes},
+        leaves={**plain, **{leaf.parent: leaf for leaf in tree.leaves}},
+        filters=tuple(sorted(tree.filters, key=lambda f: f.key)),
+        verbatim=(*qdiscs, CLSACT) if tree.has_hook else tuple(qdiscs),
+        hook=CLSACT if tree.has_hook else None,
+        tcx=TcxState(supported=True, programs=programs),
+    )
+
+
+def kernel_in(actual: Snapshot) -> FakeKernel:
+    """A fake kernel that is in this state."""
+    kernel = FakeKernel(actual.device, unshaped(actual.device).root, default_kind="pfifo")
+    kernel._root, kernel._hook = actual.root, actual.hook
+    if isinstance(actual.root, MqQdisc):
+        places = {*actual.queues, *(actual.root.child(queue) for queue in range(actual.device.tx_queues))}
+        kernel._queues = {place: actual.queues.get(place) for place in sorted(places)}
+    kernel._classes, kernel._leaves = dict(actual.classes), dict(actual.leaves)
+    kernel._filters = {found.key: found for found in actual.filters}
+    kernel._beside = FakeBeside(actual.tcx or TcxState(supported=False), dict(actual.xps or {}))
+    return kernel
+
+
+def replayed(actual: Snapshot, operations: Iterable[Operation]) -> Snapshot:
+    """What a device has after these operations, of which a kernel refuses none."""
+    kernel = kernel_in(actual)
+    refused = [str(error) for error in kernel.send([*operations]) if error]
+    assert not refused, refused
+    return kernel.snapshot()
 
 
 def kernel_with(wanted: Wanted, device: Device = ETH0) -> FakeKernel:

@@ -69,8 +69,9 @@ def test_the_reserve_of_a_host_inside_is_taken_from_what_tenants_are_promised() 
 def test_a_tree_knows_its_root_its_default_and_its_owners() -> None:
     tree = FLEET.wanted().tree
     assert tree.shape is Shape.SINGLE
-    assert (str(tree.root.handle), tree.root.default_minor, tree.root.direct_qlen_packets) == ("20:", 0x12, 1000)
-    assert owners_of(FLEET.document) == {
+    assert (str(tree.root.handle), tree.htbs[0].default_minor, tree.htbs[0].direct_qlen_packets) == ("20:", 0x12, 1000)
+    proofs = {0x20 + queue: "proof" for queue in range(16)}
+    assert owners_of(FLEET.document) == proofs | {
         1: "root",
         2: "host",
         3: "budget",
@@ -112,7 +113,7 @@ def test_handles_never_collide_and_every_part_hangs_on_another(made: Case) -> No
 @pytest.mark.parametrize(
     ("choice", "says"),
     [
-        (ShapeChoice.AUTO, "shape single: auto takes mq only with proven steering, which is not built"),
+        (ShapeChoice.AUTO, "shape single: auto did not take mq, since it has a single tx queue"),
         (ShapeChoice.SINGLE, "shape single: asked for"),
     ],
 )
@@ -121,7 +122,7 @@ def test_the_shape_and_its_reason_are_always_noted(choice: ShapeChoice, says: st
 
 
 def test_shape_mq_is_refused_not_replaced_in_silence() -> None:
-    with pytest.raises(UsageError, match="shape mq is not available in this version; use shape single, or auto"):
+    with pytest.raises(RefusedError, match="shape mq on eth0: it has a single tx queue; use shape single"):
         with_settings(shape=ShapeChoice.MQ).wanted()
 
 

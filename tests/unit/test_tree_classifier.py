@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kura_shaper.errors import UsageError
 from kura_shaper.tenants.document import GATEWAY_PORTS_MAX
 from kura_shaper.tenants.marks import MarkLayout, ReservedClass
-from kura_shaper.tree.classifier import OUR_PRIORITIES, ClassifierKind, bpf_program, filters
+from kura_shaper.tree.classifier import OUR_PRIORITIES, ClassifierKind, bpf_program, filters, hook_program
 from kura_shaper.tree.model import BpfMatch, Filter, FlowerMatch, FwMatch, Handle
 
 if TYPE_CHECKING:
@@ -197,6 +198,32 @@ def test_without_gateway_ports_all_unmarked_traffic_is_the_hosts(name: str) -> N
     # Only a packet that ends before it can be told what it is matches nothing.
     ends_early = placed == NO_MATCH and "TCP header" not in name
     assert run(program(), packet, ethertype=ethertype) == (NO_MATCH if ends_early else HOST)
+
+
+# What a program returns where only its filter's action counts: cls_bpf takes the first for "no match".
+IS_NOT, IS = 0, 0xFFFFFFFF
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_at_the_hook_a_packet_is_shaped_when_it_is_marked_or_the_gateways_and_else_the_hosts(name: str) -> None:
+    ethertype, packet, placed = CASES[name]
+    shaped, host = (
+        hook_program(MarkLayout(), (443, 7443), matches_host=matches_host).instructions
+        for matches_host in (False, True)
+    )
+    is_shaped = placed in (GATEWAY, UNATTRIBUTED)
+    for mark in (0, 0xC000):
+        assert run(shaped, packet, ethertype=ethertype, mark=mark) == (IS if is_shaped else IS_NOT)
+        assert run(host, packet, ethertype=ethertype, mark=mark) == (IS if placed == HOST else IS_NOT)
+    for mark in (0x02A70000, 0x00010C00):
+        assert run(shaped, packet, ethertype=ethertype, mark=mark) == IS
+        assert run(host, packet, ethertype=ethertype, mark=mark) == IS_NOT
+
+
+def test_at_the_hook_more_ports_than_a_program_can_tell_apart_are_refused() -> None:
+    many = range(1, GATEWAY_PORTS_MAX + 2)
+    with pytest.raises(UsageError, match="41 gateway ports are more than a program can tell apart; keep to 40 ports"):
+        hook_program(MarkLayout(), many, matches_host=False)
 
 
 LAYOUTS = st.integers(9, 16).flatmap(

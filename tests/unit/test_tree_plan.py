@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from strategies import ETH0, Case, assert_tree, bring, case, kernel_with, tenant
 
 from kura_shaper.kernel.fake import FakeKernel
@@ -94,7 +96,7 @@ def test_an_unknown_state_yields_no_operation_and_says_why() -> None:
     wanted = case(ACME).wanted()
     found = plan(wanted, Unknown("the dump was interrupted"))
     assert found == Plan(notes=wanted.notes, unknown="the dump was interrupted")
-    assert plan_removal(root_qdisc(), Unknown("no")) == Plan(unknown="no")
+    assert plan_removal(Unknown("no")) == Plan(unknown="no")
 
 
 def test_a_tenant_that_comes_touches_nobody_else() -> None:
@@ -351,7 +353,7 @@ def test_a_filter_at_a_priority_of_ours_goes_and_any_other_stays_and_is_noted() 
 def test_a_root_of_ours_with_other_parameters_is_rebuilt_only_when_that_is_allowed() -> None:
     wanted = case(ACME).wanted()
     kernel = kernel_with(wanted)
-    kernel._root = replace(wanted.tree.root, direct_qlen_packets=2)
+    kernel._root = replace(wanted.tree.htbs[0], direct_qlen_packets=2)
     assert plan(wanted, kernel.snapshot()).operations == ()
     found = plan(wanted, kernel.snapshot(), Permission.DISRUPTION)
     assert shape_of(found)[:2] == [("DeleteRoot", "device-loss"), ("AddRoot", "device-loss")]
@@ -379,7 +381,7 @@ def test_a_root_is_taken_over_in_one_step_unless_it_has_our_handle(root: OtherQd
 
 
 def test_a_removal_deletes_the_root_of_ours_and_nothing_else() -> None:
-    found = plan_removal(root_qdisc(), kernel_with(case(ACME).wanted()).snapshot())
+    found = plan_removal(kernel_with(case(ACME).wanted()).snapshot())
     assert shape_of(found) == [("DeleteRoot", "device-loss")]
     assert lines(found) == ["delete root qdisc 20:"]
 
@@ -394,7 +396,7 @@ def test_a_removal_deletes_the_root_of_ours_and_nothing_else() -> None:
     ],
 )
 def test_a_removal_leaves_what_is_not_ours_and_says_so(root: HtbQdisc | OtherQdisc | None) -> None:
-    found = plan_removal(root_qdisc(), Snapshot(ETH0, root))
+    found = plan_removal(Snapshot(ETH0, root))
     assert found.operations == ()
     assert notes_of(found) == [("not-ours", "the root qdisc of eth0 is not of our making: nothing to remove")]
 
@@ -501,10 +503,6 @@ def test_a_handle_that_is_taken_below_the_foreign_root_does_not_stop_a_take_over
     child = OtherQdisc("pfifo", Handle(0x20), Handle(1, 2))
     found = plan(case().wanted(), Snapshot(device=ETH0, root=root, verbatim=(root, child)), Permission.TAKE_OVER)
     assert lines(found)[:2] == ["delete root qdisc 1:", "add root qdisc htb 20: default 12"]
-    queues = OtherQdisc("mq", Handle(0), ROOT)
-    hung = replace(child, parent=Handle(0, 1))
-    found = plan(case().wanted(), Snapshot(device=ETH0, root=queues, verbatim=(queues, hung)))
-    assert lines(found)[:2] == ["delete leaf 20: of 0:1", "add root qdisc htb 20: default 12"]
 
 
 def test_leaves_that_swapped_their_handles_are_put_right() -> None:
@@ -525,3 +523,103 @@ def test_leaves_that_swapped_their_handles_are_put_right() -> None:
 def test_a_device_without_a_queue_length_is_noted() -> None:
     device = replace(ETH0, tx_queue_len_packets=0)
     assert "txqueuelen-0" in {note.code for note in replace(case(ACME), device=device).wanted().notes}
+
+
+@pytest.mark.parametrize("classifier", ClassifierKind)
+@pytest.mark.parametrize("host_traffic", HostTraffic)
+def test_the_default_class_comes_last_of_all_that_is_added(
+    classifier: ClassifierKind, host_traffic: HostTraffic
+) -> None:
+    found = plan(case(ACME, classifier=classifier, host_traffic=host_traffic).wanted(), FakeKernel(ETH0).snapshot())
+    minor = 0x12 if classifier is ClassifierKind.BPF else 2
+    assert found.operations[0] == AddRoot(root_qdisc(classifier))
+    assert root_qdisc(classifier).default_minor == minor
+    *_, last_filter, add, leaf = found.operations
+    assert isinstance(last_filter, SetFilter)
+    assert isinstance(add, AddClass)
+    assert isinstance(leaf, SetLeaf)
+    assert add.spec.classid == leaf.leaf.parent == Handle(0x20, minor)
+
+
+@pytest.mark.parametrize("classifier", ClassifierKind)
+def test_the_default_class_comes_last_of_all_that_grows(classifier: ClassifierKind) -> None:
+    before, after = case(ACME, classifier=classifier), case(ACME, BETA, classifier=classifier, ports=(443, 8443))
+    kernel = kernel_with(before.wanted())
+    default = Handle(0x20, 0x12 if classifier is ClassifierKind.BPF else 2)
+    kernel._classes[default] = replace(kernel._classes[default], quantum_bytes=1_600)
+    found = plan(after.wanted(), kernel.snapshot())
+    names = [name for name, _ in shape_of(found)]
+    assert names.count("AddClass") == names.count("SetLeaf") == 1
+    assert names[-2:] == ["SetFilter", "ChangeClass"]
+    assert isinstance(found.operations[-1], ChangeClass)
+    assert found.operations[-1].spec.classid == default
+
+
+@pytest.mark.parametrize("classifier", ClassifierKind)
+@pytest.mark.parametrize("host_traffic", HostTraffic)
+def test_a_rebuild_is_the_deletion_of_the_root_and_a_plan_from_nothing(
+    classifier: ClassifierKind, host_traffic: HostTraffic
+) -> None:
+    wanted = case(ACME, BETA, classifier=classifier, host_traffic=host_traffic).wanted()
+    kernel = kernel_with(wanted)
+    kernel._root = replace(wanted.tree.htbs[0], direct_qlen_packets=2)
+    from_nothing = plan(wanted, FakeKernel(ETH0).snapshot())
+    rebuild = plan(wanted, kernel.snapshot(), Permission.DISRUPTION)
+    assert rebuild.operations == (DeleteRoot(Handle(0x20)), *from_nothing.operations)
+
+
+@pytest.mark.parametrize("permission", [Permission.NONE, Permission.DISRUPTION, Permission.TAKE_OVER])
+def test_an_unknown_state_yields_no_operation_whatever_is_allowed(permission: Permission) -> None:
+    found = plan(case(ACME).wanted(), Unknown("ENOBUFS"), permission)
+    assert (found.operations, found.refusals, found.unknown) == ((), (), "ENOBUFS")
+
+
+TAKEN = [Handle(major) for major in (0x40, 0x60, 0x80, 0xA0, 0x100, 0x2A7, 0x8001, 0xB0)]
+
+
+@settings(deadline=None)
+@given(st.permutations(TAKEN), st.booleans())
+def test_leaves_that_have_each_others_handles_are_renumbered_without_a_collision(
+    handles: list[Handle], is_wrong_kind: bool
+) -> None:
+    wanted = case(tenant(0x100), ACME, tenant(0x8001)).wanted()
+    kernel = kernel_with(wanted)
+    stray = Handle(0x20, 0x42)
+    kernel.send([AddClass(replace(SPEC, classid=stray))])
+    for place, handle in zip([*(leaf.parent for leaf in wanted.tree.leaves), stray], handles, strict=True):
+        leaf = kernel._leaves[place]
+        if is_wrong_kind or not isinstance(leaf, Leaf):
+            kernel._leaves[place] = OtherQdisc("sfq", handle, place)
+        else:
+            kernel._leaves[place] = replace(leaf, handle=handle)
+    found = plan(wanted, kernel.snapshot())
+    assert not any(kernel.send(found.operations))
+    assert plan(wanted, kernel.snapshot()).operations == ()
+    assert {type(op) for op in found.operations} <= {DeleteLeaf, SetLeaf}
+
+
+@pytest.mark.parametrize("made", [case(ACME), case(ACME, classifier=FW)])
+def test_filters_of_another_kind_at_our_priorities_go_before_ours_are_set(made: Case) -> None:
+    wanted = made.wanted()
+    kernel = kernel_with(wanted)
+    odd = [Filter(Handle(0x20), priority, 3, 0x800, OtherMatch("u32")) for priority in (100, 110, 111)]
+    kernel._filters = {found.key: found for found in odd}
+    found = plan(wanted, kernel.snapshot())
+    deletions = [name == "SetFilter" for name, _ in shape_of(found)]
+    assert deletions == sorted(deletions)
+    assert found.operations[:3] == tuple(DeleteFilter(replace(each, handle=0)) for each in odd)
+    assert found.operations[3:] == tuple(SetFilter(each) for each in wanted.tree.filters)
+    bring(kernel, wanted)
+
+
+@pytest.mark.parametrize("kinds", [(ClassifierKind.BPF, FW), (FW, ClassifierKind.BPF)])
+def test_filters_of_the_other_classifier_go_before_ours_are_set(kinds: tuple[ClassifierKind, ClassifierKind]) -> None:
+    before, after = (case(ACME, classifier=kind).wanted() for kind in kinds)
+    kernel = kernel_with(after)
+    kernel._filters = {found.key: found for found in before.tree.filters}
+    found = plan(after, kernel.snapshot())
+    assert found.operations == (
+        *(DeleteFilter(each) for each in sorted(before.tree.filters, key=lambda f: f.key)),
+        *(SetFilter(each) for each in after.tree.filters),
+    )
+    bring(kernel, after)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from strategies import Case, assert_tree, cases, fork, kernel_with
 
 from kura_shaper.tenants.marks import TENANT_CLASS_MIN, ReservedClass
-from kura_shaper.tree.build import ROOT_MAJOR
 from kura_shaper.tree.classifier import ETH_P_ALL, MARK_PRIORITY
 from kura_shaper.tree.diff import plan
 from kura_shaper.tree.model import (
+    HTB_HANDLE,
     Filter,
     FlowerMatch,
     FqCodel,
@@ -55,7 +55,7 @@ def pairs(draw: st.DrawFn) -> tuple[Case, Case]:
 
 planned = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
-QDISC, ROOT_CLASS, HOST, BUDGET = (Handle(ROOT_MAJOR, minor) for minor in (0, *sorted(ReservedClass)[:3]))
+QDISC, ROOT_CLASS, HOST, BUDGET = (Handle(HTB_HANDLE.major, minor) for minor in (0, *sorted(ReservedClass)[:3]))
 
 
 def named_class(found: Filter) -> Handle | None:
@@ -170,7 +170,7 @@ class Damage:
         self.act(kernel, *self.arguments)
 
 
-ANYWHERE = (QDISC, ROOT_CLASS, HOST, BUDGET, *(Handle(ROOT_MAJOR, TENANT_CLASS_MIN + n) for n in range(3)))
+ANYWHERE = (QDISC, ROOT_CLASS, HOST, BUDGET, *(Handle(HTB_HANDLE.major, TENANT_CLASS_MIN + n) for n in range(3)))
 FOREIGN_MINORS = [0x04, 0x0F, 0x13, 0x40, 0xFF]
 FOREIGN_FILTER = Filter(QDISC, 50, ETH_P_ALL, 1, OtherMatch("u32"))
 
@@ -246,8 +246,10 @@ def add_filter(kernel: FakeKernel, filter_: Filter) -> None:
     send(kernel, SetFilter(filter_))
 
 
-OUR_CLASSES = st.sampled_from([Handle(ROOT_MAJOR, m) for m in (*ReservedClass, *range(0x100, 0x106), 0x200, 0xFFFE)])
-SPARE_CLASSES = st.sampled_from([Handle(ROOT_MAJOR, m) for m in (*FOREIGN_MINORS, 0x101, 0x1AB, 0xABCD)])
+OUR_CLASSES = st.sampled_from(
+    [Handle(HTB_HANDLE.major, m) for m in (*ReservedClass, *range(0x100, 0x106), 0x200, 0xFFFE)]
+)
+SPARE_CLASSES = st.sampled_from([Handle(HTB_HANDLE.major, m) for m in (*FOREIGN_MINORS, 0x101, 0x1AB, 0xABCD)])
 PARENTS, NUMBERS = st.sampled_from(ANYWHERE), st.integers(0, 40)
 ODD_FILTERS = st.sampled_from(
     [
