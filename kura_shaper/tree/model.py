@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kura_shaper.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from typing import Self
 
     from kura_shaper.tree.ebpf import EbpfProgram
     from kura_shaper.units import Rate
@@ -24,19 +25,25 @@ TICK_NS = 64
 _U32_MAX = 0xFFFFFFFF
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Handle:
-    """A qdisc's or class's handle. Raises UsageError when a half has more than 16 bits.
-
-    The kernel would not: it takes 1:10000 (hex) for a handle that aliases 1:0.
-    """
-
+class _Halves(NamedTuple):
     major: int
     minor: int = 0
 
-    def __post_init__(self) -> None:
-        if not (0 <= self.major <= 0xFFFF and 0 <= self.minor <= 0xFFFF):
-            raise UsageError(f"handle {self.major:x}:{self.minor:x} is out of range", remedy="each half has 16 bits")
+
+class Handle(_Halves):
+    """A qdisc's or class's handle. Raises UsageError when a half has more than 16 bits.
+
+    The kernel would not: it takes 1:10000 (hex) for a handle that aliases 1:0. A tuple, since trees
+    of thousands of classes are looked up by it.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, major: int, minor: int = 0) -> Self:
+        """Check both halves."""
+        if not (0 <= major <= 0xFFFF and 0 <= minor <= 0xFFFF):
+            raise UsageError(f"handle {major:x}:{minor:x} is out of range", remedy="each half has 16 bits")
+        return super().__new__(cls, major, minor)
 
     @classmethod
     def from_u32(cls, value: int) -> Handle:
