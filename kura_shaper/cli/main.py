@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from kura_shaper import __version__
-from kura_shaper.cli import balance, gateway, lab, show, tenants, tree
+from kura_shaper.cli import balance, bench, gateway, lab, show, tenants, tree
 from kura_shaper.errors import KuraShaperError, StateUnknownError, UsageError
 from kura_shaper.log import LogFormat, LogLevel, configure
 
@@ -29,6 +29,7 @@ app = typer.Typer(
 tree.register(app)
 balance.register(app)
 gateway.register(app)
+bench.register(app)
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(lab.app, name="lab")
 

@@ -111,7 +111,7 @@ def plan(wanted: Wanted, actual: Snapshot | Unknown, permission: Permission = Pe
         *_steer(tree, base),
         *_unsteer(tree, base),
     )
-    notes = (*_take_over_notes(actual), *_queue_notes(tree, base), *_foreign_notes(base, out))
+    notes = (*_take_over_notes(actual), *_queue_notes(tree, base), *_foreign_notes(tree, base, out))
     return Plan(operations, notes=(*wanted.notes, *notes))
 
 
@@ -419,7 +419,7 @@ def _queue_notes(tree: Tree, actual: Snapshot) -> Iterable[Note]:
         yield Note("queue-default", f"{message}, so it is changed only with --allow-disruption")
 
 
-def _foreign_notes(actual: Snapshot, out: _Outgoing) -> Iterable[Note]:
+def _foreign_notes(tree: Tree, actual: Snapshot, out: _Outgoing) -> Iterable[Note]:
     for classid in actual.classes:
         if not has_minor_of_ours(classid):
             goes = classid in out.classes
@@ -428,9 +428,11 @@ def _foreign_notes(actual: Snapshot, out: _Outgoing) -> Iterable[Note]:
     for found in actual.filters:
         if not is_our_filter(found) and found.parent != INGRESS:
             yield _foreign_filter_note(found)
+    misplaced = frozenset(_misplaced(tree, actual, out))
     for parent, leaf in actual.leaves.items():
         if isinstance(leaf, OtherQdisc) and not has_minor_of_ours(parent) and parent not in out.classes:
-            yield Note("foreign-leaf", f"qdisc {leaf.kind} below {parent} is not of our making and was left alone")
+            fate = "goes, since it has the handle of a leaf of ours" if parent in misplaced else "was left alone"
+            yield Note("foreign-leaf", f"qdisc {leaf.kind} below {parent} is not of our making and {fate}")
 
 
 def _foreign_filter_note(found: Filter) -> Note:

@@ -11,13 +11,17 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
+import datapath_benchmarks
 import kernel_benchmarks
 from measurement import Measurement, SkippedError, progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-BENCHMARKS: dict[str, Callable[[], Iterator[Measurement]]] = {**kernel_benchmarks.BENCHMARKS}
+BENCHMARKS: dict[str, Callable[[], Iterator[Measurement]]] = {
+    **kernel_benchmarks.BENCHMARKS,
+    **datapath_benchmarks.BENCHMARKS,
+}
 HEADINGS = ("NAME", "OURS", "PEER", "PEER IS", "RATIO", "UNIT", "NOTE")
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from kura_shaper.tree.build import Capabilities, Wanted
 
-pytestmark = [pytest.mark.privileged, pytest.mark.traffic]
+pytestmark = [pytest.mark.privileged, pytest.mark.traffic, pytest.mark.acceptance]
 
 CEILING, FLOWS = 100 * MBIT, (1, 4, 8, 32)
 PROTOCOLS = [socket.SOCK_STREAM, socket.SOCK_DGRAM]

@@ -307,6 +307,20 @@ def test_a_stale_class_goes_and_a_foreign_one_stays_and_is_noted() -> None:
     ]
 
 
+def test_a_leaf_of_a_foreign_class_that_has_a_handle_of_ours_goes_and_that_is_said() -> None:
+    wanted = case(ACME).wanted()
+    kernel = kernel_with(wanted)
+    spec, ours = kernel._classes[Handle(0x20, 0x2A7)], kernel.snapshot().leaves[Handle(0x20, 0x2A7)]
+    assert isinstance(ours, Leaf)
+    foreign = Handle(0x20, 0x42)
+    kernel.send([DeleteLeaf(ours.parent, ours.handle), AddClass(replace(spec, classid=foreign))])
+    kernel._leaves[foreign] = OtherQdisc("sfq", ours.handle, foreign)
+    found = plan(wanted, kernel.snapshot())
+    assert lines(found)[0] == "delete leaf 2a7: of 20:42"
+    said = "qdisc sfq below 20:42 is not of our making and goes, since it has the handle of a leaf of ours"
+    assert ("foreign-leaf", said) in notes_of(found)
+
+
 def test_a_foreign_class_below_a_tenant_goes_for_it_sends_the_tenant_to_the_default_class() -> None:
     wanted = case(ACME).wanted()
     kernel = kernel_with(wanted)

@@ -1,0 +1,1 @@
+"""What the datapath costs on this machine: ours beside a bare device and a tree made by hand, in one run."""

@@ -1,0 +1,121 @@
+"""bench: what each shape costs on this machine, before one is chosen."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TextIO
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kura_shaper.cli import options, show
+from kura_shaper.errors import UsageError
+
+if TYPE_CHECKING:
+    from kura_shaper.bench.report import Report
+
+_DEFAULT_SHAPES, _DEFAULT_FRAMES = "single,mq,mq:2", "64,1514,65536"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    epilog = "Example: kura-shaper bench --rate 3G --html bench.html   (as root; leaves nothing behind)"
+    app.command("bench", epilog=epilog)(bench)
+
+
+def bench(
+    rate: Annotated[str, typer.Option("--rate", metavar="R", help="The rate in question, bit/s, e.g. 3G.")],
+    shapes: Annotated[
+        str, typer.Option("--shapes", metavar="S,S", help="Shapes to measure; mq:N shapes N tx queues.")
+    ] = _DEFAULT_SHAPES,
+    tenants: Annotated[int, typer.Option("--tenants", metavar="N", help="Tenants in each tree.")] = 20,
+    streams: Annotated[int, typer.Option("--streams", metavar="N", help="Flows at once, each of another tenant.")] = 8,
+    duration: Annotated[
+        float, typer.Option("--duration", metavar="S", help="Seconds that each point is measured.")
+    ] = 1.0,
+    packet_bytes: Annotated[
+        str, typer.Option("--packet-bytes", metavar="N,N", help="Frame sizes; above 1514 is sent as GSO.")
+    ] = _DEFAULT_FRAMES,
+    html: Annotated[Path | None, typer.Option("--html", metavar="P", help="Write a report with plots.")] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Measure if one classful root is CPU-bound at a rate here, and what the shapes cost, in one run.
+
+    Beside a bare device, the kernel's default and a tree made with tc, in network namespaces of its own.
+    """
+    from kura_shaper.bench.cases import bench_settings, expected_points, run_bench
+
+    settings = bench_settings(
+        rate=options.rate_option("--rate", rate),
+        shapes=shapes,
+        tenants=tenants,
+        streams=streams,
+        duration_s=duration,
+        packet_bytes=packet_bytes,
+    )
+    # Before a minute of measuring, not after it.
+    page = _opened(html) if html else None
+    with _Progress(expected_points(settings)) as progress:
+        report = run_bench(settings, tell=progress.tell)
+    _print(report, as_json=as_json)
+    if page:
+        from kura_shaper.bench.html import to_html
+
+        with page:
+            page.write(to_html(report))
+        sys.stderr.write(f"report: {html}\n")
+
+
+def _opened(path: Path) -> TextIO:
+    if find_spec("plotly") is None:
+        raise UsageError("--html needs plotly", remedy="pip install 'kura-shaper[lab]'")
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--html {str(path)!r} can't be written: {error.strerror}") from error
+
+
+class _Progress:
+    """Which point is being measured: a bar on a terminal, nothing elsewhere."""
+
+    def __init__(self, points: int) -> None:
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description:<36}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+        self._progress = Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal)
+        self._task = self._progress.add_task("setting up", total=points)
+        self._started = False
+
+    def tell(self, text: str) -> None:
+        """Say what is measured now."""
+        self._progress.update(self._task, description=text, advance=1 if self._started else 0)
+        self._started = True
+
+    def __enter__(self) -> _Progress:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+
+def _print(report: Report, *, as_json: bool) -> None:
+    from kura_shaper.bench.report import HEADINGS, caveats, evidence_of, table, to_json, words
+
+    if as_json:
+        show.print_json(to_json(report))
+        return
+    shown = Table(box=None, header_style="bold", pad_edge=False)
+    for number, heading in enumerate(HEADINGS):
+        shown.add_column(heading, justify="left" if number < 2 else "right", no_wrap=True)
+    for row in table(report):
+        shown.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 120).print(shown)
+    for made in report.made_of:
+        show.say(f"{made.form}: {'' if made.is_measured else 'left out: '}{made.words}")
+    show.say("")
+    for sentence in (*words(evidence_of(report)), *caveats(report)):
+        show.say(sentence)
