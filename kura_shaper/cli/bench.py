@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kura_shaper.cli import options, show
+from kura_shaper.cli.report import PointProgress, open_page
 from kura_shaper.errors import UsageError
 
 if TYPE_CHECKING:
@@ -57,9 +57,8 @@ def bench(
         duration_s=duration,
         packet_bytes=packet_bytes,
     )
-    # Before a minute of measuring, not after it.
     page = _opened(html) if html else None
-    with _Progress(expected_points(settings)) as progress:
+    with PointProgress(expected_points(settings), width=36) as progress:
         report = run_bench(settings, tell=progress.tell)
     _print(report, as_json=as_json)
     if page:
@@ -73,33 +72,7 @@ def bench(
 def _opened(path: Path) -> TextIO:
     if find_spec("plotly") is None:
         raise UsageError("--html needs plotly", remedy="pip install 'kura-shaper[lab]'")
-    try:
-        return path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--html {str(path)!r} can't be written: {error.strerror}") from error
-
-
-class _Progress:
-    """Which point is being measured: a bar on a terminal, nothing elsewhere."""
-
-    def __init__(self, points: int) -> None:
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description:<36}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-        self._progress = Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal)
-        self._task = self._progress.add_task("setting up", total=points)
-        self._started = False
-
-    def tell(self, text: str) -> None:
-        """Say what is measured now."""
-        self._progress.update(self._task, description=text, advance=1 if self._started else 0)
-        self._started = True
-
-    def __enter__(self) -> _Progress:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+    return open_page(path)
 
 
 def _print(report: Report, *, as_json: bool) -> None:

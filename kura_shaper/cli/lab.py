@@ -7,20 +7,18 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kura_shaper.cli import options, show
-from kura_shaper.errors import UsageError
+from kura_shaper.cli.report import PointProgress, open_page
 from kura_shaper.tree.model import Shape
 
 if TYPE_CHECKING:
     from kura_shaper.lab.report import Report
-    from kura_shaper.lab.scenarios import LabSettings
 
 app = typer.Typer(help="The whole system on one machine, in network namespaces.", no_args_is_help=True)
 
@@ -51,6 +49,7 @@ def run(
     """Show the bypass as it is today, and closed: rates at the device, averages and worst windows. 1: a finding."""
     from kura_shaper.lab.isolation import require_privilege, run_isolated
     from kura_shaper.lab.run import lab_settings, run_lab
+    from kura_shaper.lab.scenarios import expected_points
 
     settings = lab_settings(
         ceiling=options.rate_option("--ceiling", ceiling),
@@ -61,13 +60,12 @@ def run(
         shape=shape,
     )
     require_privilege()
-    # Opened now: a path that can't be written must not be found out after a minute of measuring.
-    page = _opened(html) if html else None
+    page = open_page(html) if html else None
 
     caller_pid = os.getpid()
 
     def work() -> int:
-        with _Progress(settings) as progress:
+        with PointProgress(expected_points(settings)) as progress:
             report = run_lab(settings, tell=progress.tell, stay=partial(_stay, caller_pid=caller_pid) if keep else None)
         _print(report, as_json=as_json)
         if page:
@@ -79,38 +77,6 @@ def run(
         return 1 if report.findings else 0
 
     raise typer.Exit(run_isolated(work))
-
-
-def _opened(path: Path) -> TextIO:
-    try:
-        return path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--html {str(path)!r} can't be written: {error.strerror}") from error
-
-
-class _Progress:
-    """Which point is being measured: a bar on a terminal, nothing elsewhere."""
-
-    def __init__(self, settings: LabSettings) -> None:
-        from kura_shaper.lab.scenarios import expected_points
-
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description:<28}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-        self._progress = Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal)
-        self._task = self._progress.add_task("setting up", total=expected_points(settings))
-        self._started = False
-
-    def tell(self, text: str) -> None:
-        """Say what is measured now."""
-        self._progress.update(self._task, description=text, advance=1 if self._started else 0)
-        self._started = True
-
-    def __enter__(self) -> _Progress:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
 
 
 def _stay(node: str, *, caller_pid: int) -> None:

@@ -71,14 +71,7 @@ def plan(
     as_json: options.AsJson = False,
 ) -> None:
     """Show what `apply` would do: operations in order, each with its impact. 1: there are some."""
-    settings = TreeSettings(
-        budget=options.rate_option("--budget", budget),
-        shape=shape,
-        shaped_queues=shaped_queues,
-        leaf=leaf,
-        host_traffic=host_traffic,
-        host_reserve=options.rate_option("--host-reserve", host_reserve),
-    )
+    settings = _settings(budget, host_reserve, shape=shape, queues=shaped_queues, leaf=leaf, host_traffic=host_traffic)
     request = _request(tenants, device, settings, _permission(allow_disruption=allow_disruption, take_over=take_over))
     raise typer.Exit(_print_plan(request, as_json=as_json))
 
@@ -99,14 +92,7 @@ def apply(
     as_json: options.AsJson = False,
 ) -> None:
     """Bring the device to the wanted tree and read every operation back. A second run makes none."""
-    settings = TreeSettings(
-        budget=options.rate_option("--budget", budget),
-        shape=shape,
-        shaped_queues=shaped_queues,
-        leaf=leaf,
-        host_traffic=host_traffic,
-        host_reserve=options.rate_option("--host-reserve", host_reserve),
-    )
+    settings = _settings(budget, host_reserve, shape=shape, queues=shaped_queues, leaf=leaf, host_traffic=host_traffic)
     request = _request(tenants, device, settings, _permission(allow_disruption=allow_disruption, take_over=take_over))
     if dry_run:
         raise typer.Exit(_print_plan(request, as_json=as_json))
@@ -184,6 +170,19 @@ def uninstall(
             applied = remove_tree(control, journal, clock=clock)
     show.applied(applied, found, as_json=as_json)
     raise typer.Exit(applied.exit_code)
+
+
+def _settings(
+    budget: str, host_reserve: str, *, shape: ShapeChoice, queues: int, leaf: LeafKind, host_traffic: HostTraffic
+) -> TreeSettings:
+    return TreeSettings(
+        budget=options.rate_option("--budget", budget),
+        shape=shape,
+        shaped_queues=queues,
+        leaf=leaf,
+        host_traffic=host_traffic,
+        host_reserve=options.rate_option("--host-reserve", host_reserve),
+    )
 
 
 def _permission(*, allow_disruption: bool, take_over: bool) -> Permission:
