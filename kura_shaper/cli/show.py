@@ -12,6 +12,7 @@ import typer
 
 from kura_shaper.kernel.executor import Status
 from kura_shaper.tree.notes import Weight
+from kura_shaper.tree.steer import limits_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -124,7 +125,8 @@ def status(observed: Observed, proof: Proof | None, *, age_ms: int, as_json: boo
 def _steering_line(state: SteeringState, proof: Proof | None) -> str:
     way = state.kind or "nothing"
     if proof and proof.is_proven:
-        return f"steering by {way}: proven just now"
+        limits = limits_of(state.kind) if state.kind else ""
+        return f"steering by {way}: proven just now{f'; {limits}' if limits else ''}"
     reasons = [proof.reason] if proof else list(state.faults) or ["no classifier of ours says which marks to prove"]
     return f"steering by {way}: NOT proven: {'; '.join(reasons)}"
 
@@ -171,7 +173,12 @@ def _steering_json(state: SteeringState | None, proof: Proof | None) -> dict[str
     if state is None:
         return None
     is_proven = proof is not None and proof.is_proven
-    return {"ok": is_proven, "way": state.kind, "reason": "" if is_proven else _steering_line(state, proof)}
+    return {
+        "ok": is_proven,
+        "way": state.kind,
+        "reason": "" if is_proven else _steering_line(state, proof),
+        "limits": limits_of(state.kind) if state.kind else "",
+    }
 
 
 def _status_json(observed: Observed, proof: Proof | None, age_ms: int) -> dict[str, Any]:

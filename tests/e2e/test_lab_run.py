@@ -58,7 +58,7 @@ def wait_until(condition: object, *, timeout_s: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shape", "point_s"), [("single", 10), ("mq", 4)])
+@pytest.mark.parametrize(("shape", "point_s"), [("single", 10), ("mq", 3)])
 def test_the_bypass_is_shown_and_closed_over_seconds_on_every_path(tmp_path: Path, shape: str, point_s: int) -> None:
     page = tmp_path / "report.html"
     options = ["--json", f"--shape={shape}", f"--duration={point_s}", f"--html={page}"]
