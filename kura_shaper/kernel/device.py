@@ -19,9 +19,11 @@ from kura_shaper.kernel import bpf
 from kura_shaper.kernel.dump import read_snapshot
 from kura_shaper.kernel.errors import InvalidError, KernelRefusedError
 from kura_shaper.kernel.sysfs import DeviceSysfs
-from kura_shaper.tree.model import DirectBpf
+from kura_shaper.tree.model import DirectBpf, MqQdisc
 from kura_shaper.tree.operations import RemoveTcx, SetFilter, SetTcx, SetXps
+from kura_shaper.tree.preflight import is_ours
 from kura_shaper.tree.snapshot import Snapshot, Unknown
+from kura_shaper.tree.steer import steering_in_force
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +61,12 @@ class KernelTrafficControl:
         if isinstance(found, Unknown):
             return found
         live, xps = self._queues()
-        return replace(found, device=replace(found.device, tx_queues=live), xps=xps, tcx=self._tcx())
+        found = replace(found, device=replace(found.device, tx_queues=live), xps=xps)
+        tcx = self._tcx()
+        if not isinstance(tcx, Unknown):
+            return replace(found, tcx=tcx)
+        is_needed = isinstance(found.root, MqQdisc) and is_ours(found.root) and steering_in_force(found) is None
+        return tcx if is_needed else found  # needed where they are what steers, or nothing does
 
     def _queues(self) -> tuple[int, Mapping[int, int] | None]:
         """Return the live tx queues and their XPS masks; where they can't be read, what was known and None."""
@@ -71,11 +78,11 @@ class KernelTrafficControl:
         except (KuraShaperError, OSError):
             return self._device.tx_queues, None
 
-    def _tcx(self) -> TcxState | None:
+    def _tcx(self) -> TcxState | Unknown:
         try:
             return bpf.attached(self._device.ifindex)
-        except (KuraShaperError, OSError):
-            return None
+        except (KuraShaperError, OSError) as error:
+            return Unknown(f"the tcx programs can't be read: {error}")
 
     def send(self, operations: Sequence[Operation]) -> list[KernelRefusedError | None]:
         """See TrafficControl."""

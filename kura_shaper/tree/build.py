@@ -159,7 +159,7 @@ def build(
     hook_filters: tuple[Filter, ...] = ()
     if kind is not None:
         root = MqQdisc(MQ_HANDLE)
-        queues = tuple(_queues(root, classifier, layout, capabilities, device))
+        queues = tuple(_queues(root, classifier, layout, _queue_leaves(capabilities, layout, present), device))
         steer, hook_filters = steering(kind, document, layout)
     htbs = htbs_of(root, queues)
     tree = Tree(
@@ -189,15 +189,24 @@ def _class_filters(
 
 
 def _queues(
-    root: MqQdisc, classifier: ClassifierKind, layout: Layout, capabilities: Capabilities, device: Device
+    root: MqQdisc, classifier: ClassifierKind, layout: Layout, leaves: Mapping[int, LeafKind], device: Device
 ) -> Iterable[HtbQdisc | Leaf]:
     for queue in range(layout.shaped_queues):
         yield replace(root_qdisc(classifier), handle=Handle(HTB_HANDLE.major + queue), parent=root.child(queue))
+    for queue, major in zip(range(layout.shaped_queues, layout.live_queues), _QUEUE_MAJORS, strict=False):
+        if queue in leaves:
+            yield Leaf(
+                Handle(major), root.child(queue), params.leaf_parameters(leaves[queue], params.LINE_RATE, device)
+            )
+
+
+def _queue_leaves(capabilities: Capabilities, layout: Layout, in_force: InForce) -> dict[int, LeafKind]:
+    """Return what the host's queues get: the best kind; where the kernel has none, what its own default is stays."""
     kind = next((kind for kind in _QUEUE_LEAVES if kind in capabilities.leaves), None)
     if kind is not None:
-        parameters = params.leaf_parameters(kind, params.LINE_RATE, device)
-        for queue, major in zip(range(layout.shaped_queues, layout.live_queues), _QUEUE_MAJORS, strict=False):
-            yield Leaf(Handle(major), root.child(queue), parameters)
+        return dict.fromkeys(range(layout.shaped_queues, layout.live_queues), kind)
+    # A plain fifo loses the default's bands, but a queue without any qdisc drops everything.
+    return dict.fromkeys(in_force.dropping_queues, LeafKind.BFIFO)
 
 
 def _budgets(

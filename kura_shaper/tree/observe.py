@@ -187,6 +187,7 @@ def in_force(actual: Snapshot) -> InForce:
         shares=tuple(budget.ceil for budget in budgets if budget) if all(budgets) else (),
         shaped_queues=count,
         steering=steering_in_force(actual),
+        dropping_queues=actual.dropping_queues,
         hook=actual.hook.kind if actual.hook else "",
         foreign_tcx=tuple(foreign_tcx),
         has_foreign_filter=has_foreign_filter(actual),
@@ -211,6 +212,8 @@ def _missing(actual: Snapshot) -> tuple[str, ...]:
     majors = range(HTB_HANDLE.major, HTB_HANDLE.major + _shaped_queues(actual))
     there = {htb.handle.major for htb in actual.htbs}
     parts = [f"HTB {Handle(m)} of tx queue {m - HTB_HANDLE.major}" for m in majors if m not in there]
+    hosts = (queue for queue in actual.dropping_queues if HTB_HANDLE.major + queue not in majors)
+    parts += [f"tx queue {queue} drops whatever comes to it: its qdisc" for queue in hosts]
     for htb in actual.htbs:
         classids = [Handle(htb.handle.major, reserved) for reserved in ReservedClass]
         absent = (classid for classid in classids if classid not in actual.classes)

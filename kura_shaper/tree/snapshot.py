@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from kura_shaper.tree.model import OtherQdisc, htbs_of
+from kura_shaper.tree.model import MqQdisc, OtherQdisc, htbs_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -63,6 +63,13 @@ class Snapshot:
     def htbs(self) -> tuple[HtbQdisc, ...]:
         """The HTB at the root, or those of ours below an mq root, in the order of their queues."""
         return htbs_of(self.root, self.queues.values())
+
+    @property
+    def dropping_queues(self) -> tuple[int, ...]:
+        """The live tx queues below an mq root that have no qdisc: the kernel drops whatever comes to them."""
+        if not isinstance(self.root, MqQdisc) or not self.device.is_up:
+            return ()
+        return tuple(q for q in range(self.device.tx_queues) if self.root.child(q) not in self.queues)
 
     @property
     def has_default_root(self) -> bool:

@@ -51,7 +51,7 @@ class InForce:
     placement maps tenants' class ids to the index of their shaped queue, shares are the queues'
     parts of the budget, () when one of them is missing. foreign_tcx names programs of others ahead
     of the egress hook, has_foreign_filter is whether filters of others stand ahead of ours on it,
-    hook the kind of what is at the hook.
+    hook the kind of what is at the hook. dropping_queues have no qdisc at all.
     """
 
     shape: Shape | None = None
@@ -59,6 +59,7 @@ class InForce:
     shares: tuple[Rate, ...] = ()
     shaped_queues: int = 0
     steering: SteeringKind | None = None
+    dropping_queues: tuple[int, ...] = ()
     hook: str = ""
     foreign_tcx: tuple[str, ...] = ()
     has_foreign_filter: bool = False

@@ -73,6 +73,9 @@ def settle(network: Network) -> None:
 @pytest.mark.parametrize("protocol", PROTOCOLS, ids=["tcp", "udp"])
 @pytest.mark.parametrize("family", FAMILIES, ids=["ipv4", "ipv6"])
 @pytest.mark.parametrize(("shape", "queues"), SHAPES, ids=["single", "mq", "mq-2"])
+@pytest.mark.case("A8")
+@pytest.mark.case("F1")
+@pytest.mark.case("F10")
 def test_the_sum_of_all_flows_is_at_most_the_ceiling_in_every_window(
     network: Network,
     capabilities: Capabilities,
@@ -82,6 +85,7 @@ def test_the_sum_of_all_flows_is_at_most_the_ceiling_in_every_window(
     protocol: socket.SocketKind,
     flows: int,
 ) -> None:
+    """Cases A8, F1, F10."""
     made = tree(network, capabilities, shape, queues)
     warm_up(network)
     put(network, made)

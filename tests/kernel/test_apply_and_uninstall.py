@@ -101,9 +101,11 @@ def count_waiting(heard: socket.socket) -> int:
 # Once and again.
 
 
+@pytest.mark.case("G6")
 def test_a_second_apply_makes_no_operation_and_the_kernel_hears_nothing(
     network: Network, apply: Callable[..., Ended], heard: socket.socket
 ) -> None:
+    """Case G6."""
     first = apply()
     assert (first.status, first.stderr) == (0, "")
     assert count_waiting(heard) >= first.stdout.count("\ndone ")
@@ -165,9 +167,11 @@ FORMER: list[tuple[str, list[str]]] = [
 
 
 @pytest.mark.parametrize("commands", [c for _, c in FORMER], ids=[what for what, _ in FORMER])
+@pytest.mark.case("E11")
 def test_a_root_of_somebody_else_stays_unless_it_is_taken_over_and_then_comes_back_whole(
     network: Network, cli: Cli, apply: Callable[..., Ended], our_root: HtbQdisc | MqQdisc, commands: list[str]
 ) -> None:
+    """Case E11."""
     for command in commands:
         tc(command)
     before = network.read()
@@ -308,9 +312,11 @@ def test_what_was_edited_by_hand_shows_as_drift_and_only_that_is_mended(
     assert (after.classes, after.leaves, after.filters) == (before.classes, before.leaves, before.filters)
 
 
+@pytest.mark.case("D12")
 def test_a_root_deleted_by_hand_is_no_tree_of_ours_and_is_made_again(
     network: Network, cli: Cli, tenants: Path, apply: Callable[..., Ended]
 ) -> None:
+    """Case D12."""
     apply()
     tc("qdisc del dev nic0 root")
     gone = cli("status", "--device", "nic0", "--tenants", str(tenants))

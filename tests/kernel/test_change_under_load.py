@@ -104,7 +104,9 @@ class Queue:
         return CEILINGS[1] * (at_ns - self.at_ns) // (8 * 10**9) + 2 * 65_536
 
 
+@pytest.mark.case("G1")
 def test_a_thousand_changes_keep_the_queue_and_lose_no_packet(network: Network, capabilities: Capabilities) -> None:
+    """Case G1."""
     # A leaf that drops nothing by itself: fq_codel does, whenever its queue stands.
     plain = Capabilities(frozenset({LeafKind.BFIFO}), capabilities.classifiers)
     trees = [

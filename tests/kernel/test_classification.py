@@ -116,9 +116,11 @@ MARKS: list[tuple[str, int, Handle | None]] = [
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("mark", "named"), [row[1:] for row in MARKS], ids=[row[0] for row in MARKS])
+@pytest.mark.case("C8")
 def test_a_mark_names_the_class(
     network: Network, spent: Callable[..., Any], family: socket.AddressFamily, mark: int, named: Handle | None
 ) -> None:
+    """Case C8."""
     root = network.read().root
     assert isinstance(root, HtbQdisc)
     classid = named or Handle(root.handle.major, root.default_minor)
@@ -331,7 +333,9 @@ def test_fragments_keep_the_mark_and_without_one_only_the_first_shows_its_port(
     assert packets.get(HOST, 0) <= seen.get(HOST, 0) <= packets.get(HOST, 0) + 3
 
 
+@pytest.mark.case("E4")
 def test_counters_of_the_classes_add_up_to_what_the_device_sent(network: Network, spent: Callable[..., Any]) -> None:
+    """Case E4."""
     chosen = random.Random(7)
     expected: Counter[Handle] = Counter()
     before = network.sent_bytes()

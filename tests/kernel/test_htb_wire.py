@@ -64,14 +64,20 @@ def classes_of_rates() -> list[HtbClass]:
 
 @privileged
 @pytest.mark.parametrize("rate", RATES)
+@pytest.mark.case("B1")
+@pytest.mark.case("B3")
+@pytest.mark.case("B6")
 def test_a_rate_and_its_bucket_read_back_exactly(network: Network, rate: int) -> None:
+    """Cases B1, B3, B6."""
     spec = htb_class(ACME, floor=rate, ceil=rate, burst_bytes=max(65_536, rate // 8000))
     send(network, AddRoot(QDISC), AddClass(spec))
     assert network.read().classes == {ACME: spec}
 
 
 @privileged
+@pytest.mark.case("A3")
 def test_every_field_of_a_class_reads_back_as_it_was_set_and_as_it_was_changed(network: Network) -> None:
+    """Case A3."""
     chosen = random.Random(20)
 
     def any_class(minor: int) -> HtbClass:
@@ -105,9 +111,12 @@ def test_the_root_qdisc_reads_back_as_it_was_set(network: Network) -> None:
 @pytest.mark.parametrize(
     ("quantity", "bits_per_second"), [("1G", 10**9), ("1Gi", 2**30), ("1.5G", 1_500_000_000), ("8k", 8_000)]
 )
+@pytest.mark.case("B4")
+@pytest.mark.case("B5")
 def test_a_quantity_of_the_document_is_bits_a_second_in_the_kernel(
     network: Network, quantity: str, bits_per_second: int
 ) -> None:
+    """Cases B4, B5."""
     rate = Rate.parse(quantity)
     send(
         network,
@@ -129,7 +138,9 @@ def test_a_whole_plan_is_what_the_kernel_has_afterwards(network: Network, capabi
 
 # A TBF caps at 34 Gbit/s with some libraries (pyroute2 issue 715), so no ceiling may hang on one.
 @privileged
+@pytest.mark.case("B2")
 def test_nothing_but_htb_enforces_a_rate(network: Network, capabilities: Capabilities) -> None:
+    """Case B2."""
     made = wanted(network.device, capabilities)
     execute(plan(made, network.read()).operations, network.control(), clock=SystemClock())
     kinds = {qdisc.kind for qdisc in network.read().verbatim}
@@ -266,7 +277,9 @@ rates = st.integers(min_value=1, max_value=2**42).map(Rate.from_bytes_per_second
 
 
 @given(rates, st.integers(min_value=1, max_value=2**30))
+@pytest.mark.case("A9")
 def test_a_bucket_as_ticks_and_back_is_the_same_within_a_tick(rate: Rate, size: int) -> None:
+    """Case A9."""
     if size * 10**9 > rate.bytes_per_second * TICK_NS * _U32_MAX:
         return
     ticks = ticks_of_bytes(rate, size)

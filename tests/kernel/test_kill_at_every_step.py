@@ -167,6 +167,7 @@ class Stage:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS.keys())
+@pytest.mark.case("F14")
 def test_traffic_flows_after_a_kill_at_any_step_and_the_next_run_finishes(
     network: Network,
     capabilities: Any,
@@ -174,6 +175,7 @@ def test_traffic_flows_after_a_kill_at_any_step_and_the_next_run_finishes(
     in_child: Callable[[Callable[[], int]], Any],
     scenario: Scenario,
 ) -> None:
+    """Case F14."""
     with network.in_world():
         accepting = listener(socket.AF_INET, WORLD[socket.AF_INET])
     with accepting, socket.create_connection(accepting.getsockname()) as running, accepting.accept()[0] as far_end:

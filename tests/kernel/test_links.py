@@ -73,7 +73,9 @@ def test_a_master_and_its_ports_name_each_other(network: Network, kind: str) -> 
 
 
 @pytest.mark.parametrize(("kind", "options"), [("vlan", {"vlan_id": 7}), ("macvlan", {"macvlan_mode": "bridge"})])
+@pytest.mark.case("E2")
 def test_a_stacked_device_names_the_one_below(network: Network, kind: str, options: dict[str, object]) -> None:
+    """Case E2."""
     add_device("top0", kind, link=network.device.ifindex, **options)
     found = read_device("top0")
     assert (found.kind, found.below) == (kind, "nic0")

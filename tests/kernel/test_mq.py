@@ -160,6 +160,7 @@ def test_what_the_host_sends_on_a_shaped_queue_is_not_held_to_the_budget(
 # What can defeat steering (D16, F16, and an index beyond the live queues).
 
 
+@pytest.mark.case("D16")
 def test_xps_that_is_set_again_is_seen_and_cleared_where_it_matters(
     network: Network, capabilities: Capabilities, kind: SteeringKind
 ) -> None:
@@ -219,6 +220,7 @@ def foreign_tcx(network: Network, capabilities: Capabilities) -> Callable[[], in
     return attach
 
 
+@pytest.mark.case("F16")
 def test_where_a_program_of_the_cni_ends_the_chain_ours_goes_first(
     network: Network, run: Callable[..., Ended], foreign_tcx: Callable[[], int]
 ) -> None:
@@ -229,7 +231,9 @@ def test_where_a_program_of_the_cni_ends_the_chain_ours_goes_first(
     assert "steering by tcx, since tcx program cil_to_netdev runs ahead of the egress hook" in applied.stdout
     assert prove(network).is_proven
     shown = json.loads(run("status", "--json").stdout)
-    assert shown["steering"] == {"ok": True, "way": "tcx", "reason": ""}
+    assert shown["steering"]["ok"] is True
+    assert shown["steering"]["way"] == "tcx"
+    assert "open before stay on their queue" in shown["steering"]["limits"]
     assert run("apply", "--shape", "mq").stdout.endswith("nic0: 0 operations\n")
 
 
@@ -271,7 +275,9 @@ def test_steering_that_somebody_deleted_is_seen_and_put_back(
     assert prove(network).is_proven
 
 
+@pytest.mark.case("D4")
 def test_the_kernel_takes_a_queue_that_is_not_there_and_we_do_not(network: Network, capabilities: Capabilities) -> None:
+    """Case D4."""
     settings = TreeSettings(Rate(GBIT), shape=ShapeChoice.MQ, shaped_queues=5)
     with pytest.raises(Exception, match="it has 4 live tx queues and 5 are to be shaped; shape at most 4"):
         build(document(), network.device, settings=settings, capabilities=capabilities)
@@ -280,6 +286,7 @@ def test_the_kernel_takes_a_queue_that_is_not_there_and_we_do_not(network: Netwo
 # Queues that come, go and are meddled with (D4, D5, D7, D8).
 
 
+@pytest.mark.case("D5")
 def test_a_queue_count_that_shrinks_and_grows_keeps_the_tenants_shaped(
     network: Network, capabilities: Capabilities, kind: SteeringKind
 ) -> None:
@@ -305,9 +312,11 @@ def test_a_queue_count_that_shrinks_and_grows_keeps_the_tenants_shaped(
         assert prove(network).is_proven, count
 
 
+@pytest.mark.case("D5")
 def test_shaped_queues_that_are_no_longer_live_are_a_fault(
     network: Network, capabilities: Capabilities, kind: SteeringKind
 ) -> None:
+    """Case D5."""
     put(network, mq(network, capabilities, kind, queues=3))
     set_live_tx_queues(network, 2)
     assert "3 queues are shaped and only 2 are live: the kernel ignores a queue beyond them" in faults(network)
@@ -315,6 +324,7 @@ def test_shaped_queues_that_are_no_longer_live_are_a_fault(
 
 
 @pytest.mark.parametrize("queue", [0, 1, 2])
+@pytest.mark.case("D8")
 def test_the_qdisc_of_a_queue_that_was_deleted_by_hand_is_put_back(
     network: Network, capabilities: Capabilities, kind: SteeringKind, queue: int
 ) -> None:
@@ -363,6 +373,7 @@ def test_a_host_queue_with_another_qdisc_is_left_until_a_disruption_is_allowed(
 # Links (D6, D9).
 
 
+@pytest.mark.case("D6")
 def test_a_link_that_goes_down_and_up_keeps_its_tree(
     network: Network, capabilities: Capabilities, kind: SteeringKind
 ) -> None:
@@ -398,6 +409,7 @@ def test_a_device_that_is_renamed_keeps_its_tree_under_its_new_name(
     assert cli("uninstall", "--device", "wan0").status == 0
 
 
+@pytest.mark.case("D9")
 def test_a_device_that_is_made_again_gets_a_tree_of_its_own(
     network: Network, cli: Cli, tenants: Path, run: Callable[..., Ended]
 ) -> None:
@@ -448,6 +460,7 @@ def test_auto_falls_back_to_single_when_the_proof_fails_and_says_why(
     assert "shape single: steering was not proven: frames went astray" in [n.message for n in applied.plan.notes]
 
 
+@pytest.mark.case("G6")
 def test_an_ingress_qdisc_is_a_named_conflict(network: Network, capabilities: Capabilities) -> None:
     """Case G6."""
     made = wanted(network.device, by(capabilities, SteeringKind.BPF), shape=ShapeChoice.MQ)
@@ -457,6 +470,7 @@ def test_an_ingress_qdisc_is_a_named_conflict(network: Network, capabilities: Ca
     assert "excludes the clsact that steering needs" in refusal.message
 
 
+@pytest.mark.case("G6")
 def test_a_clsact_of_somebody_elses_is_used_and_stays(network: Network, cli: Cli, run: Callable[..., Ended]) -> None:
     """Case G6."""
     tc("qdisc add dev nic0 clsact")
@@ -483,6 +497,7 @@ def test_a_filter_of_somebody_elses_on_the_hook_goes_on_being_reached(
     assert ZETA in network.read().classes
 
 
+@pytest.mark.case("D11")
 def test_the_hook_is_part_of_the_one_batch_that_costs_the_devices_queue(
     network: Network, capabilities: Capabilities, kind: SteeringKind
 ) -> None:

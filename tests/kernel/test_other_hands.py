@@ -181,9 +181,11 @@ def test_a_budget_across_every_bound_holds_and_stays(network: Network, capabilit
         assert plan(made, network.read()).operations == ()
 
 
+@pytest.mark.case("D10")
 def test_the_class_of_a_tenant_that_left_stays_while_it_sends_and_goes_when_it_is_quiet(
     network: Network, capabilities: Capabilities
 ) -> None:
+    """Case D10."""
     put(network, capabilities, ACME, ZETA)
     left = wanted(network.device, capabilities, tenant(ZETA, floor=0))
     stop = threading.Event()

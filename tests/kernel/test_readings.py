@@ -60,7 +60,9 @@ def put_tree(network: Network, capabilities: Any, *, classes: int = 2) -> Any:
 # Whose is what.
 
 
+@pytest.mark.case("C2")
 def test_of_two_devices_only_the_one_asked_for_is_read(network: Network, capabilities: Any) -> None:
+    """Case C2."""
     made = put_tree(network, capabilities)
     with IPRoute() as ip:
         ip.link("add", ifname="nic1", kind="veth", peer={"ifname": "up1"}, num_tx_queues=4)
@@ -99,7 +101,9 @@ FOREIGN: list[tuple[str, list[str]]] = [
 
 
 @pytest.mark.parametrize("commands", [c for _, c in FOREIGN], ids=[what for what, _ in FOREIGN])
+@pytest.mark.case("C10")
 def test_what_is_not_ours_stops_no_reading(network: Network, capabilities: Any, commands: list[str]) -> None:
+    """Case C10."""
     made = put_tree(network, capabilities, classes=0x1A9)
     for command in commands:
         tc(*shlex.split(command))
@@ -153,7 +157,9 @@ def test_reading_needs_no_privilege(
     assert ended.stdout == "[]\n", ended.stderr
 
 
+@pytest.mark.case("C4")
 def test_a_thousand_readings_open_nothing_that_stays_open(network: Network, capabilities: Any) -> None:
+    """Case C4."""
     put_tree(network, capabilities)
     control = network.control()
     before = sorted(Path("/proc/self/fd").iterdir())
@@ -263,6 +269,7 @@ def control_of(client: TcClient, network: Network) -> KernelTrafficControl:
 # Receive 0 is the qdiscs, 1 the end of that dump or classes, and so on; 6 is amid the classes.
 @pytest.mark.parametrize("at", [0, 1, 3, 6])
 @pytest.mark.parametrize("fault", PASSING)
+@pytest.mark.case("C6")
 def test_a_dump_that_broke_off_is_read_again_and_nothing_is_seen_twice_or_missed(
     network: Network,
     capabilities: Any,
@@ -270,6 +277,7 @@ def test_a_dump_that_broke_off_is_read_again_and_nothing_is_seen_twice_or_missed
     fault: Fault,
     at: int,
 ) -> None:
+    """Case C6."""
     made = put_tree(network, capabilities, classes=MANY)
     found = control_of(faulty(fault, at=at), network).snapshot()
     assert isinstance(found, Snapshot), found
@@ -300,6 +308,7 @@ def test_what_can_not_be_read_whole_is_unknown_and_the_next_reading_is_right(
 
 
 @pytest.mark.parametrize(("fault", "_reason"), LASTING)
+@pytest.mark.case("D14")
 def test_unknown_never_leads_to_a_write(
     network: Network,
     capabilities: Any,
@@ -308,6 +317,7 @@ def test_unknown_never_leads_to_a_write(
     fault: Fault,
     _reason: str,
 ) -> None:
+    """Case D14."""
     made = put_tree(network, capabilities)
     other = wanted(network.device, capabilities, tenant(ACME), budget=5_000 * MBIT)
     journal = Journal(tmp_path, network.device)

@@ -134,7 +134,9 @@ def test_a_device_that_is_gone_is_said_to_be(network: Network, operation: Operat
     assert refused.errno == errno.ENODEV
 
 
+@pytest.mark.case("C7")
 def test_a_change_of_a_class_that_is_gone_makes_none(network: Network) -> None:
+    """Case C7."""
     send(network, AddRoot(QDISC))
     assert [type(error) for error in send(network, ChangeClass(htb_class(ACME)))] == [NotThereError]
     assert network.read().classes == {}

@@ -67,9 +67,11 @@ def test_a_tree_may_stand_where_bytes_wait_for_the_wire(kind: str, *, is_up: boo
         ),
     ],
 )
+@pytest.mark.case("E1")
 def test_a_device_that_hands_its_packets_on_is_refused_with_what_to_shape_instead(
     device: Device, problem: DeviceProblem
 ) -> None:
+    """Case E1."""
     assert device_problems(device) == (problem,)
 
 

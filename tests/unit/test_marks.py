@@ -33,7 +33,9 @@ def test_the_class_id_of_the_mark_of_a_class_id_is_that_id(layout: MarkLayout, d
 
 
 @given(LAYOUTS, st.integers(min_value=0, max_value=0xFFFFFFFF), st.data())
+@pytest.mark.case("F2")
 def test_bits_outside_the_mask_do_not_change_the_class_id(layout: MarkLayout, noise: int, data: st.DataObject) -> None:
+    """Case F2."""
     class_id = data.draw(st.integers(min_value=1, max_value=layout.class_id_max))
     assert layout.class_id(layout.mark(class_id) | noise & ~layout.mask) == class_id
 
@@ -93,7 +95,9 @@ def test_the_default_mask_is_free_of_everything_that_runs_on_every_node() -> Non
 
 
 @pytest.mark.parametrize("mask", [0x0000FFFF, 0x01FFF000, 0x03FE0000 >> 9])
+@pytest.mark.case("F3")
 def test_bits_of_what_runs_on_every_node_are_refused_even_when_acknowledged(mask: int) -> None:
+    """Case F3."""
     with pytest.raises(UsageError, match="which is on every node; use 0xffff0000"):
         require_free_bits(MarkLayout(mask), neighbours=KNOWN_MARK_USERS, acknowledged=KNOWN_MARK_USERS)
 

@@ -94,7 +94,9 @@ def test_every_class_without_children_has_a_leaf_whose_handle_says_whose_it_is()
 
 @settings(deadline=None)
 @given(cases())
+@pytest.mark.case("D2")
 def test_handles_never_collide_and_every_part_hangs_on_another(made: Case) -> None:
+    """Case D2."""
     tree = made.wanted().tree
     majors = [tree.root.handle.major, *(leaf.handle.major for leaf in tree.leaves)]
     assert len(set(majors)) == len(majors)
@@ -142,9 +144,11 @@ def test_shape_mq_is_refused_not_replaced_in_silence() -> None:
         (LeafKind.BFIFO, {LeafKind.FQ}, LeafKind.FQ, "the kernel has no bfifo: leaves are fq"),
     ],
 )
+@pytest.mark.case("E10")
 def test_a_leaf_that_the_kernel_lacks_becomes_the_next_best_and_is_noted(
     asked: LeafKind, has: set[LeafKind], kind: LeafKind, says: str | None
 ) -> None:
+    """Case E10."""
     made = replace(with_kinds(has, {ClassifierKind.BPF}), settings=replace(FLEET.settings, leaf=asked))
     wanted = made.wanted()
     assert {leaf.parameters.kind for leaf in wanted.tree.leaves} == {kind}

@@ -160,9 +160,11 @@ def test_a_first_plan_loses_the_devices_queue_at_once_and_steers_last() -> None:
 
 @settings(slow, max_examples=60)
 @given(mq_cases())
+@pytest.mark.case("D11")
 def test_from_nothing_every_plan_is_one_disruption_then_classes_then_steering_and_leaves_nothing_to_do(
     made: Case,
 ) -> None:
+    """Case D11."""
     wanted = made.wanted()
     found = plan(wanted, unshaped(made.device))
     impacts = [operation.impact for operation in found.operations]

@@ -39,7 +39,9 @@ BYTE_RATES = st.integers(TRICKLE_MIN.bytes_per_second, LINE_RATE.bytes_per_secon
 
 @pytest.mark.parametrize("rate", ["1M", "10M", "25M", "100M", "500M", "1G", "3G", "10G", "25G", "34G", "40G", "100G"])
 @pytest.mark.parametrize("device", [ETH0, JUMBO, PLAIN, BIG_TCP])
+@pytest.mark.case("E3")
 def test_a_bucket_holds_a_millisecond_a_gso_packet_and_two_frames(rate: str, device: Device) -> None:
+    """Case E3."""
     parsed = Rate.parse(rate)
     bucket = burst_bytes(parsed, device)
     wanted = (parsed.bytes_per_second // 1000, device.gso_max_bytes, 2 * (device.mtu_bytes + 14))

@@ -122,9 +122,11 @@ def test_the_order_of_the_document_does_not_matter(
 
 
 @given(promised=tenants(), queues=QUEUES, demand=DEMANDS)
+@pytest.mark.case("D3")
 def test_loads_differ_by_the_heaviest_tenant_at_most(
     promised: tuple[Tenant, ...], queues: int, demand: dict[int, Rate]
 ) -> None:
+    """Case D3."""
     spread = loads(promised, queues, placed(promised, queues, demand=demand), demand)
     heaviest = max((max(t.floor, demand.get(t.class_id, Rate(0))).bits_per_second for t in promised), default=0)
     assert max(spread) - min(spread) <= heaviest

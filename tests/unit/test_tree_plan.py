@@ -65,7 +65,9 @@ def notes_of(found: Plan) -> list[tuple[str, str]]:
     return [(note.code, note.message) for note in found.notes if note.code != "shape"]
 
 
+@pytest.mark.case("D11")
 def test_a_first_plan_builds_everything_class_leaf_filter_and_last_the_default_class() -> None:
+    """Case D11."""
     found = plan(case(ACME).wanted(), FakeKernel(ETH0).snapshot())
     assert lines(found) == [
         "add root qdisc htb 20: default 12",
@@ -294,7 +296,9 @@ def test_the_host_moves_under_the_budget_and_back_with_its_leaf() -> None:
     bring(kernel, outside.wanted())
 
 
+@pytest.mark.case("D10")
 def test_a_stale_class_goes_and_a_foreign_one_stays_and_is_noted() -> None:
+    """Case D10."""
     wanted = case(ACME).wanted()
     kernel = kernel_with(wanted)
     spec = kernel._classes[Handle(0x20, 0x2A7)]

@@ -202,9 +202,11 @@ HOST_PACKET = ipv4(TCP, tcp(22, PUSH, b"x"))
 
 @settings(deadline=None, max_examples=60)
 @given(mq_cases(), st.integers(0, 0xFFFFFFFF), st.data())
+@pytest.mark.case("D3")
 def test_all_marks_of_one_tenant_map_to_the_one_queue_that_has_its_class(
     made: Case, noise: int, data: st.DataObject
 ) -> None:
+    """Case D3."""
     marks, tree = made.document.marks, made.wanted().tree
     classes = [spec.classid for spec in tree.classes if spec.classid.minor >= TENANT_CLASS_MIN]
     assert sorted(classid.minor for classid in classes) == [t.class_id for t in made.document.tenants]
