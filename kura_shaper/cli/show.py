@@ -117,6 +117,8 @@ def status(observed: Observed, proof: Proof | None, *, age_ms: int, as_json: boo
     say(f"{actual.device.name}: {shape}, read {age_ms} ms ago")
     if observed.steering:
         say(_steering_line(observed.steering, proof))
+        for caution in observed.steering.cautions:
+            say(f"caution: {caution}")
     _table([_HEADINGS, *(_row(c) for c in observed.classes)])
     for line in observed.drift:
         say(f"drift: {line}")
@@ -178,6 +180,7 @@ def _steering_json(state: SteeringState | None, proof: Proof | None) -> dict[str
         "way": state.kind,
         "reason": "" if is_proven else _steering_line(state, proof),
         "limits": limits_of(state.kind) if state.kind else "",
+        "cautions": list(state.cautions),
     }
 
 

@@ -16,7 +16,7 @@ from kura_shaper.tree.diff import Plan, is_our_filter, plan, plan_removal
 from kura_shaper.tree.model import HOOK, ROOT, OtherQdisc, Shape
 from kura_shaper.tree.notes import Note
 from kura_shaper.tree.observe import in_force_for
-from kura_shaper.tree.operations import AddRoot, DeleteHook, DeleteRoot, RestoreQdisc, SetXps
+from kura_shaper.tree.operations import AddRoot, DeleteClass, DeleteHook, DeleteRoot, RestoreQdisc, SetXps
 from kura_shaper.tree.preflight import Permission, is_ours
 from kura_shaper.tree.snapshot import Snapshot, Unknown
 
@@ -90,16 +90,48 @@ def apply_document(
 
     made = wanted(settings)
     applied = apply_tree(made, control, journal, permission=permission, clock=clock)
-    if made.tree.shape is not Shape.MQ or applied.exit_code not in (0, 1):
+    if made.tree.shape is not Shape.MQ or applied.plan.unknown or applied.plan.refusals:
         return applied
-    applied = replace(applied, proof=prove(control, document.marks, clock=clock))
+    if _has_class_gone(applied) and len(made.tree.htbs) > 1:
+        # What steered to a class goes once the class has gone, which only a new reading tells.
+        rest = apply_document(
+            document,
+            control,
+            journal,
+            settings=settings,
+            capabilities=capabilities,
+            permission=permission,
+            clock=clock,
+            prove=prove,
+        )
+        operations = (*applied.plan.operations, *rest.plan.operations)
+        return replace(
+            rest,
+            plan=replace(rest.plan, operations=operations),
+            outcomes=(*applied.outcomes, *rest.outcomes),
+        )
+    why = _why_unsteered(applied)
+    if not why:
+        applied = replace(applied, proof=prove(control, document.marks, clock=clock))
+        why = applied.proof.reason if applied.proof and not applied.proof.is_proven else ""
     is_new = any(isinstance(op, AddRoot) for op in applied.plan.operations)
-    if not applied.proof or applied.proof.is_proven or settings.shape is not ShapeChoice.AUTO or not is_new:
+    if not why or settings.shape is not ShapeChoice.AUTO or not is_new:
         return applied
     single = wanted(replace(settings, shape=ShapeChoice.SINGLE))
-    why = Note("shape", f"shape single: steering was not proven: {applied.proof.reason}")
-    single = replace(single, notes=(why, *(note for note in single.notes if note.code != "shape")))
+    note = Note("shape", f"shape single: steering was not proven: {why}")
+    single = replace(single, notes=(note, *(note for note in single.notes if note.code != "shape")))
     return apply_tree(single, control, journal, permission=permission | Permission.DISRUPTION, clock=clock)
+
+
+def _has_class_gone(applied: Applied) -> bool:
+    return any(isinstance(o.operation, DeleteClass) and o.status is Status.DONE for o in applied.outcomes)
+
+
+def _why_unsteered(applied: Applied) -> str:
+    """Return the first that was refused or did not hold, one line; "" when all did, or may."""
+    failed = (o for o in applied.outcomes if o.status in (Status.REFUSED, Status.NOT_HELD, Status.UNVERIFIED))
+    first = next(failed, None)
+    return f"{first.operation.describe()}: {first.detail}" if first else ""
 
 
 def apply_tree(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kura_shaper.kernel.errors import KernelRefusedError, UnsupportedError, refusal
+from kura_shaper.kernel.errors import KernelRefusedError, NotThereError, UnsupportedError, refusal
 from kura_shaper.tree.ebpf import OUR_PREFIX, TcxProgram, TcxState
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _chain(ifindex: int) -> list[_Place]:
 
 def _program(program_id: int) -> TcxProgram:
     name = ""
-    with suppress(KernelRefusedError):
+    with suppress(NotThereError):  # gone since; any other refusal leaves open whose it is
         descriptor = _bpf(_PROG_GET_FD_BY_ID, struct.pack("=III", program_id, 0, 0), doing="opening a program")
         with _closing(descriptor):
             name = _info(descriptor)[64:80].partition(b"\0")[0].decode(errors="replace")
@@ -225,9 +225,26 @@ def pin_directory() -> Path:
             _SYSTEM_PINS.mkdir(mode=0o700, exist_ok=True)
             return _SYSTEM_PINS
         _OUR_BPFFS.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not _is_bpffs(_OUR_BPFFS) and has_private_mounts():
+        raise KernelRefusedError(
+            errno.EOPNOTSUPP,
+            f"a bpffs would vanish with this process's own mounts: mount one at {_SYSTEM_BPFFS} first",
+            doing="making a place for pins",
+        )
     if not _is_bpffs(_OUR_BPFFS) and _LIBC.mount(b"bpf", os.fsencode(_OUR_BPFFS), b"bpf", _MOUNT_FLAGS, b"mode=0700"):
         raise refusal(ctypes.get_errno(), doing=f"mounting a bpffs on {_OUR_BPFFS}")
     return _OUR_BPFFS
+
+
+def has_private_mounts() -> bool:
+    """Whether what this process mounts is seen by it and its children only, as below `ip netns exec`.
+
+    False as well where process 1 does not let itself be compared with.
+    """
+    try:
+        return Path("/proc/self/ns/mnt").readlink() != Path("/proc/1/ns/mnt").readlink()
+    except OSError:
+        return False
 
 
 def _pins(ifindex: int | None = None) -> list[Path]:

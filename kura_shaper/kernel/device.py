@@ -60,23 +60,23 @@ class KernelTrafficControl:
         found = read_snapshot(self._client, self._device, clock=self._clock)
         if isinstance(found, Unknown):
             return found
-        live, xps = self._queues()
-        found = replace(found, device=replace(found.device, tx_queues=live), xps=xps)
+        live, xps, xps_rxqs = self._queues()
+        found = replace(found, device=replace(found.device, tx_queues=live), xps=xps, xps_rxqs=xps_rxqs)
         tcx = self._tcx()
         if not isinstance(tcx, Unknown):
             return replace(found, tcx=tcx)
         is_needed = isinstance(found.root, MqQdisc) and is_ours(found.root) and steering_in_force(found) is None
         return tcx if is_needed else found  # needed where they are what steers, or nothing does
 
-    def _queues(self) -> tuple[int, Mapping[int, int] | None]:
+    def _queues(self) -> tuple[int, Mapping[int, int] | None, frozenset[int]]:
         """Return the live tx queues and their XPS masks; where they can't be read, what was known and None."""
         if self._device.tx_queues == 1 and not self._device.kind:
-            return 1, {}
+            return 1, {}, frozenset()
         try:
             with DeviceSysfs(self._device.name, self._device.ifindex) as sysfs:
-                return sysfs.live_tx_queues(), sysfs.xps_masks()
+                return sysfs.live_tx_queues(), sysfs.xps_masks(), frozenset(sysfs.xps_rxqs())
         except (KuraShaperError, OSError):
-            return self._device.tx_queues, None
+            return self._device.tx_queues, None, frozenset()
 
     def _tcx(self) -> TcxState | Unknown:
         try:

@@ -46,12 +46,12 @@ from kura_shaper.tree.model import (
 )
 from kura_shaper.tree.notes import Note
 from kura_shaper.tree.place import place
-from kura_shaper.tree.share import shares
+from kura_shaper.tree.share import QueueDemand, shares
 from kura_shaper.tree.steer import InForce, Layout, choose_steering, limits_of, steering
 from kura_shaper.units import Rate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from kura_shaper.tenants.document import Tenant, TenantsDocument
     from kura_shaper.tree.model import Device, Filter, Steering
@@ -138,7 +138,9 @@ def build(
         own_classes=3 if inside else 2 * count,
     )
     placement = place(document.tenants, count, floors=allotment.floors, current=present.placement)
-    layout = Layout(count, device.tx_queues, placement)
+    # The class of a tenant that left stays for as long as it sends, and so does what steers to it.
+    leaving = {class_id: queue for class_id, queue in present.placement.items() if queue < count}
+    layout = Layout(count, device.tx_queues, leaving | placement)
     budgets = _budgets(document.tenants, settings.budget, allotment, layout, present)
     classes = tuple(
         spec
@@ -210,7 +212,7 @@ def _queue_leaves(capabilities: Capabilities, layout: Layout, in_force: InForce)
 
 
 def _budgets(
-    tenants: Iterable[Tenant], budget: Rate, allotment: Allotment, layout: Layout, in_force: InForce
+    tenants: Sequence[Tenant], budget: Rate, allotment: Allotment, layout: Layout, in_force: InForce
 ) -> tuple[Rate, ...]:
     """Return each queue's part of the budget: what is in force where that fits, since demand has moved it there."""
     if layout.shaped_queues == 1:
@@ -224,7 +226,10 @@ def _budgets(
     spare = total - sum(present)
     if len(present) == len(floors) and all(map(ge, present, floors)) and 0 <= spare < 8 * len(floors):
         return in_force.shares
-    return shares(params.whole_bytes(budget), [Rate(floor) for floor in floors])
+    # A queue without a tenant needs no more than its starting room, until one comes.
+    inhabited = {layout.placement[tenant.class_id] for tenant in tenants}
+    demands = [QueueDemand(Rate(0), is_hungry=queue in inhabited) for queue in range(layout.shaped_queues)]
+    return shares(params.whole_bytes(budget), [Rate(floor) for floor in floors], demands)
 
 
 def root_qdisc(classifier: ClassifierKind = ClassifierKind.BPF) -> HtbQdisc:

@@ -25,6 +25,7 @@ that follows, so with thousands of them loading would take long.
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -39,7 +40,9 @@ if TYPE_CHECKING:
     from kura_shaper.tenants.marks import MarkLayout
 
 OUR_PREFIX = "ks_"
-_NAME_DIGITS = 12  # with the prefix 15 characters, the most that a program's name can have
+_NAME_DIGITS = 9  # with the rest 15 characters, the most that a program's name can have
+
+_NAME = re.compile(f"{OUR_PREFIX}([0-9a-f]{{2}})_[0-9a-f]{{{_NAME_DIGITS}}}")
 
 Instruction = tuple[int, int, int, int, int]  # code, destination, source, offset, immediate
 _Steps = tuple[tuple[int, int], ...]  # an id, and the queue of all ids from there to the next
@@ -70,6 +73,7 @@ class EbpfProgram:
     """A program of type SCHED_CLS."""
 
     instructions: tuple[Instruction, ...]
+    shaped_queues: int = 0
 
     @property
     def encoded(self) -> bytes:
@@ -78,8 +82,8 @@ class EbpfProgram:
 
     @property
     def name(self) -> str:
-        """What the kernel shall call it: ours, and which one of ours."""
-        return OUR_PREFIX + hashlib.sha256(self.encoded).hexdigest()[:_NAME_DIGITS]
+        """What the kernel shall call it: ours, for how many shaped queues, and which one."""
+        return f"{OUR_PREFIX}{self.shaped_queues:02x}_{hashlib.sha256(self.encoded).hexdigest()[:_NAME_DIGITS]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +167,13 @@ def steering_program(
     for steps in subprograms:
         asm.label(f"search from {steps[0][0]:#x}")
         _search(asm, steps)
-    return EbpfProgram(asm.assemble())
+    return EbpfProgram(asm.assemble(), shaped_queues)
+
+
+def shaped_queues_of(name: str) -> int:
+    """Return for how many shaped queues a program of ours with this name is; 0 when the name does not tell."""
+    match = _NAME.fullmatch(name)
+    return int(match[1], 16) if match else 0
 
 
 def _check(

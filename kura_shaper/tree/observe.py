@@ -15,9 +15,11 @@ from kura_shaper.tenants.marks import TENANT_CLASS_MIN, MarkLayout, ReservedClas
 from kura_shaper.tree.build import Capabilities, ShapeChoice, TreeSettings, build, owners_of
 from kura_shaper.tree.classifier import MARK_PRIORITY, ClassifierKind
 from kura_shaper.tree.diff import plan
+from kura_shaper.tree.ebpf import shaped_queues_of
 from kura_shaper.tree.model import (
     HTB_HANDLE,
     BpfMatch,
+    DirectBpf,
     FwMatch,
     Handle,
     HostTraffic,
@@ -37,6 +39,7 @@ from kura_shaper.tree.steer import (
     InForce,
     has_foreign_filter,
     is_ours_at_hook,
+    steering_cautions,
     steering_faults,
     steering_in_force,
 )
@@ -65,6 +68,7 @@ class SteeringState:
 
     kind: SteeringKind | None
     faults: tuple[str, ...] = ()
+    cautions: tuple[str, ...] = ()
 
     @property
     def is_ok(self) -> bool:
@@ -129,8 +133,12 @@ def observe(actual: Snapshot, document: TenantsDocument | None, asked: Asked | N
             for classid, spec in sorted(actual.classes.items())
         ),
         drift=_found(actual, document, asked or Asked()) if ours else (),
-        steering=SteeringState(steering_in_force(actual), steering_faults(actual)) if shape is Shape.MQ else None,
+        steering=_steering(actual) if shape is Shape.MQ else None,
     )
+
+
+def _steering(actual: Snapshot) -> SteeringState:
+    return SteeringState(steering_in_force(actual), steering_faults(actual), steering_cautions(actual))
 
 
 def shape_in_force(actual: Snapshot) -> Shape | None:
@@ -151,7 +159,10 @@ def in_force_for(actual: Snapshot, settings: TreeSettings, permission: Permissio
 def _shaped_queues(actual: Snapshot) -> int:
     """Return how many queues are shaped, those counted whose HTB is missing, as far as others tell of them."""
     told = [f.action.first for f in actual.filters if f.action and f.priority == TENANT_PRIORITY and is_ours_at_hook(f)]
-    return 1 + max((0, *told, *(htb.handle.major - HTB_HANDLE.major for htb in actual.htbs)))
+    names = [f.match.name for f in actual.filters if isinstance(f.match, DirectBpf)]
+    names += [program.name for program in (actual.tcx.programs if actual.tcx else ()) if program.is_ours]
+    there = (htb.handle.major - HTB_HANDLE.major for htb in actual.htbs)
+    return 1 + max((0, *told, *(shaped_queues_of(name) - 1 for name in names), *there))
 
 
 def marks_in_force(actual: Snapshot) -> MarkLayout | None:

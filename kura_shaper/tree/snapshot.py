@@ -42,7 +42,8 @@ class Snapshot:
     below it, queues an mq's place to the qdisc there. verbatim has every qdisc as the kernel's
     own bytes, which is what a journal can bring back. hook is what stands at the ingress and
     egress hooks, tcx the programs ahead of it (None when that could not be asked), xps the CPU masks
-    of the queues that have one (None when unknown).
+    of the queues that have one (None when unknown), xps_rxqs the queues that are chosen by the rx queue
+    of a connection, ahead of those masks.
     """
 
     device: Device
@@ -56,6 +57,7 @@ class Snapshot:
     hook: OtherQdisc | None = None
     tcx: TcxState | None = None
     xps: Mapping[int, int] | None = field(default_factory=dict)
+    xps_rxqs: frozenset[int] = frozenset()
     direct_packets: int = 0
     taken_at_ns: int = 0
 

@@ -105,8 +105,8 @@ def limits_of(kind: SteeringKind) -> str:
     if kind is SteeringKind.SKBEDIT:
         return ""
     return (
-        "on kernels up to 6.12 connections that were open before stay on their queue, unshaped, until they are"
-        " idle or new; XPS must stay off on every queue"
+        "what was open before (TCP on kernels up to 6.12, connected UDP on every kernel) stays on its queue,"
+        " unshaped, until it is idle or new; XPS must stay off on every queue"
     )
 
 
@@ -183,6 +183,8 @@ def steering_in_force(actual: Snapshot) -> SteeringKind | None:
 
 def _chain_faults(actual: Snapshot, kind: SteeringKind) -> Iterable[str]:
     programs = actual.tcx.programs if actual.tcx else ()
+    if sum(program.is_ours for program in programs) > (kind is SteeringKind.TCX):
+        yield "a tcx program of ours is left over from another run and steers as well: `kura-shaper uninstall` first"
     if kind is SteeringKind.TCX:
         if not programs[0].is_ours:
             yield f"tcx program {programs[0].name or programs[0].program_id} comes before ours and may end the chain"
@@ -194,10 +196,26 @@ def _chain_faults(actual: Snapshot, kind: SteeringKind) -> Iterable[str]:
         yield "a filter of somebody else's comes before ours on the egress hook and may end the chain"
 
 
+def steering_cautions(actual: Snapshot) -> tuple[str, ...]:
+    """Return what runs after our steering and could send packets to another queue, unseen by a proof; a line each."""
+    kind = steering_in_force(actual)
+    if kind is None:
+        return ()
+    behind = [p.name or str(p.program_id) for p in (actual.tcx.programs if actual.tcx else ()) if not p.is_ours]
+    after = sorted({f.priority for f in actual.filters if f.parent == EGRESS and f.priority > HOST_PRIORITY})
+    lines = [f"tcx program {', '.join(behind)} runs after ours"] if behind and kind is SteeringKind.TCX else []
+    lines += [f"filter prio {priority} of somebody else's runs after ours on the egress hook" for priority in after]
+    return tuple(f"{line} and could choose another queue for some packets, which a proof can't see" for line in lines)
+
+
 def is_ours_at_hook(found: Filter) -> bool:
-    """Whether a filter at the egress hook is one that we put there, or can swap for ours: by priority and kind."""
-    kinds = {SHAPED_PRIORITY: BpfMatch | DirectBpf, TENANT_PRIORITY: FwMatch, HOST_PRIORITY: BpfMatch}
-    return found.ethertype == ETH_P_ALL and isinstance(found.match, kinds.get(found.priority, ()))
+    """Whether a filter at the egress hook is one that we put there: by its priority, kind and what it does."""
+    if found.ethertype != ETH_P_ALL:
+        return False
+    if isinstance(found.match, DirectBpf):
+        return found.priority == SHAPED_PRIORITY
+    kinds = {SHAPED_PRIORITY: BpfMatch, TENANT_PRIORITY: FwMatch, HOST_PRIORITY: BpfMatch}
+    return found.action is not None and isinstance(found.match, kinds.get(found.priority, ()))
 
 
 def has_foreign_filter(actual: Snapshot) -> bool:
@@ -211,6 +229,9 @@ def _queue_faults(actual: Snapshot, kind: SteeringKind) -> Iterable[str]:
         yield f"{shaped} queues are shaped and only {live} are live: the kernel ignores a queue beyond them"
     if kind.needs_xps_off and actual.xps is None:
         yield "XPS can't be read, and would override steering"
+    if kind.needs_xps_off and actual.xps_rxqs:
+        queues = ", ".join(str(queue) for queue in sorted(actual.xps_rxqs))
+        yield f"XPS by rx queue (xps_rxqs) is set on tx queue {queues} and overrides steering: write 0 to it"
     if kind.needs_xps_off and actual.xps:
         queues = ", ".join(str(queue) for queue in sorted(actual.xps))
         yield f"XPS is set on tx queue {queues} and overrides steering"

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from kernel_devices import delete_link, make_wire_again, rename_link, set_link, set_live_tx_queues
+from kernel_flood import flooding, mean_bits_per_second, windows
 from kernel_traffic import FAMILIES, counted, read_when_sent, send_datagrams, warm_up
 from kernel_trees import ACME, GBIT, ZETA, document, tenant, wanted
 
@@ -233,7 +236,7 @@ def test_where_a_program_of_the_cni_ends_the_chain_ours_goes_first(
     shown = json.loads(run("status", "--json").stdout)
     assert shown["steering"]["ok"] is True
     assert shown["steering"]["way"] == "tcx"
-    assert "open before stay on their queue" in shown["steering"]["limits"]
+    assert "what was open before" in shown["steering"]["limits"]
     assert run("apply", "--shape", "mq").stdout.endswith("nic0: 0 operations\n")
 
 
@@ -281,6 +284,51 @@ def test_the_kernel_takes_a_queue_that_is_not_there_and_we_do_not(network: Netwo
     settings = TreeSettings(Rate(GBIT), shape=ShapeChoice.MQ, shaped_queues=5)
     with pytest.raises(Exception, match="it has 4 live tx queues and 5 are to be shaped; shape at most 4"):
         build(document(), network.device, settings=settings, capabilities=capabilities)
+
+
+@pytest.mark.traffic
+def test_a_tenant_that_left_and_still_sends_keeps_its_ceiling_on_a_further_queue(
+    network: Network, cli: Cli, tenants: Path, run: Callable[..., Ended]
+) -> None:
+    options = ("--shape", "mq", "--shaped-queues", "2")
+    tenants.write_text(DOCUMENT.replace("ceiling: 40G", "ceiling: 100M"))
+    assert run("apply", *options).status == 0
+    (zeta,) = (c for c in network.read().classes if c.minor == ZETA.minor)
+    assert zeta.major == 0x21
+    warm_up(network)
+    tenants.write_text("\n".join(line for line in tenants.read_text().splitlines() if "zeta" not in line))
+    with flooding(network, socket.AF_INET, socket.SOCK_DGRAM, mark=ZETA.minor << 16, flows=4):
+        for _ in range(2):
+            busy = run("apply", *options)
+            assert busy.status == 1
+            assert "it still sends" in busy.stdout
+        time.sleep(0.2)
+        assert mean_bits_per_second(windows(network.sent_bytes, 3)) < 150e6
+    gone = run("apply", *options)
+    assert gone.status == 0
+    assert zeta not in network.read().classes
+    assert run("apply", *options).stdout.endswith("nic0: 0 operations\n")
+
+
+def test_a_filter_of_somebody_elses_at_our_priority_stays(
+    network: Network, cli: Cli, run: Callable[..., Ended]
+) -> None:
+    tc("qdisc add dev nic0 clsact")
+    tc("filter add dev nic0 egress prio 11 protocol all bpf bytecode '1,6 0 0 4294967295'")
+    theirs = network.read().filters
+    refused = run("apply", "--shape", "mq")
+    assert refused.status == 3
+    assert "filter prio 11 on the egress hook of nic0 is somebody else's" in refused.stderr
+    assert cli("uninstall", "--device", "nic0").status == 0
+    assert run("apply", "--shape", "single").status == 0
+    assert {*theirs} <= {*network.read().filters}
+
+
+def test_proofs_at_the_same_time_do_not_fail_each_other(network: Network, run: Callable[..., Ended]) -> None:
+    assert run("apply", "--shape", "mq").status == 0
+    argv = [sys.executable, "-m", "kura_shaper", "status", "--device", "nic0"]
+    together = [subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for _ in range(3)]
+    assert [each.wait(timeout=60) for each in together] == [0, 0, 0]
 
 
 # Queues that come, go and are meddled with (D4, D5, D7, D8).

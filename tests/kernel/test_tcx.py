@@ -18,7 +18,7 @@ import pytest
 from kernel_traffic import FAMILIES, send_datagrams, upload, warm_up
 
 from kura_shaper.kernel import bpf
-from kura_shaper.kernel.errors import InvalidError, NoPermissionError, NotThereError
+from kura_shaper.kernel.errors import InvalidError, KernelRefusedError, NoPermissionError, NotThereError
 from kura_shaper.tenants.marks import TENANT_CLASS_MAX, TENANT_CLASS_MIN, MarkLayout
 from kura_shaper.tree.ebpf import EbpfProgram, TcxState, steering_program
 
@@ -63,11 +63,13 @@ def mounts_of_our_own() -> Iterator[None]:
 
 
 @pytest.fixture(params=["the system's bpffs", "a bpffs of ours"])
-def nic(request: pytest.FixtureRequest, network: Network) -> Iterator[int]:
+def nic(request: pytest.FixtureRequest, network: Network, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Return the number of `nic0`, on a node that has a bpffs or has none."""
     ifindex = network.device.ifindex
     if not bpf.attached(ifindex).supported:
         pytest.skip("this kernel lacks tcx")
+    # Here the mounts are private on purpose, and end with the test.
+    monkeypatch.setattr(bpf, "has_private_mounts", lambda: False)
     with mounts_of_our_own():
         mount("tmpfs", "/run")
         mount("bpf" if request.param == "the system's bpffs" else "tmpfs", "/sys/fs/bpf")
@@ -345,3 +347,18 @@ def test_pins_of_devices_that_are_gone_are_reaped(network: Network, nic: int) ->
     bpf.reap_pins()
     assert pins() == [kept]
     assert names(nic) == [steering().name]
+
+
+def test_a_pin_that_would_vanish_with_our_own_mounts_is_refused(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not bpf.attached(network.device.ifindex).supported:
+        pytest.skip("this kernel lacks tcx")
+    # Process 1 may not let itself be compared with.
+    monkeypatch.setattr(bpf, "has_private_mounts", lambda: True)
+    with mounts_of_our_own():
+        mount("tmpfs", "/run")
+        mount("tmpfs", "/sys/fs/bpf")
+        with pytest.raises(KernelRefusedError, match="mount one at /sys/fs/bpf first"):
+            bpf.steer_by_tcx(steering(), network.device.ifindex)
+    assert names(network.device.ifindex) == []

@@ -222,7 +222,9 @@ def test_a_way_of_steering_that_has_limits_is_noted_with_them(
     assert wanted.tree.has_hook == (kind is not TCX)
     said = [note.message for note in wanted.notes if note.code == "steering-limits"]
     assert len(said) == (kind is not SKBEDIT)
-    assert all(line.startswith(f"steering by {kind}: on kernels up to 6.12 connections") for line in said)
+    assert all(
+        line.startswith(f"steering by {kind}: what was open before (TCP on kernels up to 6.12, ") for line in said
+    )
 
 
 def test_the_first_queues_are_shaped_and_the_others_are_the_hosts() -> None:

@@ -222,10 +222,18 @@ def test_a_tenant_that_comes_changes_its_own_queue_only_and_is_steered_last(kind
     assert_same(replayed(actual, found.operations), snapshot_of(grown.wanted(in_force(actual)), grown.device))
 
 
-def test_a_tenant_that_goes_loses_its_class_and_then_its_filter_at_the_hook() -> None:
-    found = next_plan(replace(TWO, document=mq_case(ACME, GAMMA).document), reading(TWO))
-    assert lines(found)[0] == "delete class 21:2b0 once it is quiet"
-    assert lines(found)[-1] == "delete filter prio 12 on the egress hook: fw mark 0x2b00000/0xffff0000, tx queue 1"
+@pytest.mark.parametrize("kind", SteeringKind)
+def test_what_steers_to_a_tenant_that_goes_stays_as_long_as_its_class(kind: SteeringKind) -> None:
+    # Without it, connections that are still open would come to another queue, which has no class for them.
+    before = mq_case(ACME, BETA, shaped=2, steering=kind)
+    actual, without = reading(before), replace(before, document=mq_case(ACME).document)
+    found = next_plan(without, actual)
+    assert lines(found) == ["delete class 21:2b0 once it is quiet"]
+    gone = replayed(actual, found.operations)
+    then = next_plan(without, gone)
+    assert len(then.operations) == 1
+    assert isinstance(then.operations[0], DeleteFilter if kind is SteeringKind.SKBEDIT else SetFilter | SetTcx)
+    assert next_plan(without, replayed(gone, then.operations)).operations == ()
 
 
 def states(operations: tuple[Operation, ...], actual: Snapshot) -> list[Snapshot]:
@@ -728,6 +736,9 @@ def test_a_filter_at_the_hook_that_was_changed_or_added_by_hand_is_put_right() -
     stale = Filter(EGRESS, 12, 3, 0x10000, BY_MARK_OF_NOBODY, QueueMapping(1))
     odd = replace(actual, filters=(*(f for f in actual.filters if f != host), replace(host, action=None), stale))
     found = next_plan(TWO, odd)
+    # One without our action is not ours to change: somebody put it there.
+    assert [refusal.code for refusal in found.refusals] == ["hook-taken"]
+    found = next_plan(TWO, replace(odd, filters=tuple(f for f in odd.filters if f.priority != 13)))
     assert found.operations == (SetFilter(host), DeleteFilter(stale))
 
 

@@ -35,6 +35,7 @@ from kura_shaper.tree.steer import (
     choose_steering,
     has_foreign_filter,
     limits_of,
+    steering_cautions,
     steering_faults,
     steering_in_force,
 )
@@ -115,7 +116,7 @@ def test_what_a_way_can_not_do_is_said_and_goes_with_the_need_for_no_xps() -> No
     assert [kind.needs_xps_off for kind in SteeringKind] == [False, True, True]
     assert limits_of(SKBEDIT) == ""
     assert limits_of(BPF) == limits_of(TCX)
-    assert limits_of(TCX).endswith("until they are idle or new; XPS must stay off on every queue")
+    assert limits_of(TCX).endswith("until it is idle or new; XPS must stay off on every queue")
 
 
 def hook_of(made: Case) -> list[str]:
@@ -358,3 +359,30 @@ def test_what_steers_already_stays_when_a_probe_proves_nothing(kind: SteeringKin
     in_force = InForce(Shape.MQ, shaped_queues=1, steering=kind)
     chosen, why = choose_steering((), in_force, host_traffic=HostTraffic.OUTSIDE)
     assert (chosen, why) == (kind, "it is in force, though nothing was proven on this kernel just now")
+
+
+def test_xps_by_rx_queue_overrides_what_only_wishes_for_a_queue() -> None:
+    for kind, faulty in ((SKBEDIT, False), (BPF, True), (TCX, True)):
+        actual = replace(reading(mq_case(tenant(0x2A7), steering=kind)), xps_rxqs=frozenset({2, 1}))
+        said = ("XPS by rx queue (xps_rxqs) is set on tx queue 1, 2 and overrides steering: write 0 to it",)
+        assert steering_faults(actual) == (said if faulty else ())
+
+
+@pytest.mark.parametrize("kind", SteeringKind)
+def test_what_comes_after_ours_is_no_fault_and_is_said(kind: SteeringKind) -> None:
+    actual = reading(mq_case(tenant(0x2A7), steering=kind))
+    assert steering_cautions(actual) == ()
+    after = Filter(EGRESS, 20, 3, 1, OtherMatch("bpf"))
+    programs = (*(actual.tcx.programs if actual.tcx else ()), TcxProgram(9, "cil_to_netdev", is_ours=False))
+    odd = replace(actual, filters=(*actual.filters, after), tcx=TcxState(supported=True, programs=programs))
+    said = steering_cautions(odd)
+    assert said[-1].startswith("filter prio 20 of somebody else's runs after ours on the egress hook and could choose")
+    assert (len(said) == 2) is (kind is TCX)
+    assert steering_cautions(replace(odd, root=None, filters=(), tcx=None)) == ()
+
+
+def test_a_second_program_of_ours_is_a_fault() -> None:
+    actual = reading(mq_case(tenant(0x2A7), steering=TCX))
+    assert actual.tcx is not None
+    twice = TcxState(supported=True, programs=(*actual.tcx.programs, *actual.tcx.programs))
+    assert "left over from another run" in steering_faults(replace(actual, tcx=twice))[0]
