@@ -13,10 +13,21 @@ from kura_shaper.kernel.prove import prove_steering
 from kura_shaper.log import event
 from kura_shaper.tree.build import ShapeChoice, build
 from kura_shaper.tree.diff import Plan, is_our_filter, plan, plan_removal
-from kura_shaper.tree.model import HOOK, ROOT, OtherQdisc, Shape
+from kura_shaper.tree.model import EGRESS, HOOK, ROOT, OtherQdisc, Shape
 from kura_shaper.tree.notes import Note
 from kura_shaper.tree.observe import in_force_for
-from kura_shaper.tree.operations import AddRoot, DeleteClass, DeleteHook, DeleteRoot, RestoreQdisc, SetXps
+from kura_shaper.tree.operations import (
+    AddHook,
+    AddRoot,
+    DeleteClass,
+    DeleteHook,
+    DeleteRoot,
+    RestoreQdisc,
+    SetFilter,
+    SetQueue,
+    SetTcx,
+    SetXps,
+)
 from kura_shaper.tree.preflight import Permission, is_ours
 from kura_shaper.tree.snapshot import Snapshot, Unknown
 
@@ -128,10 +139,19 @@ def _has_class_gone(applied: Applied) -> bool:
 
 
 def _why_unsteered(applied: Applied) -> str:
-    """Return the first that was refused or did not hold, one line; "" when all did, or may."""
+    """Return the first of what shape mq stands on that failed, one line; "" when nothing of it did.
+
+    A tenant's class that the kernel refuses is no reason: it must not cost the others anything.
+    """
     failed = (o for o in applied.outcomes if o.status in (Status.REFUSED, Status.NOT_HELD, Status.UNVERIFIED))
-    first = next(failed, None)
+    first = next((o for o in failed if _is_of_steering(o.operation)), None)
     return f"{first.operation.describe()}: {first.detail}" if first else ""
+
+
+def _is_of_steering(operation: Operation) -> bool:
+    if isinstance(operation, SetFilter):
+        return operation.filter.parent == EGRESS
+    return isinstance(operation, SetQueue | AddHook | SetTcx | SetXps)
 
 
 def apply_tree(

@@ -508,6 +508,17 @@ def test_auto_falls_back_to_single_when_the_proof_fails_and_says_why(
     assert "shape single: steering was not proven: frames went astray" in [n.message for n in applied.plan.notes]
 
 
+def test_auto_falls_back_to_single_when_the_kernel_refuses_what_steers(
+    network: Network, capabilities: Capabilities, run: Callable[..., Ended]
+) -> None:
+    tc("qdisc add dev nic0 egress_block 7 clsact")  # whose filters have another address
+    applied = run("apply")
+    assert applied.status == 0, applied
+    assert "shape single: steering was not proven: set filter prio 11 on the egress hook" in applied.stdout
+    assert isinstance(network.read().root, HtbQdisc)
+    assert run("apply").stdout.endswith("nic0: 0 operations\n")
+
+
 @pytest.mark.case("G6")
 def test_an_ingress_qdisc_is_a_named_conflict(network: Network, capabilities: Capabilities) -> None:
     """Case G6."""
