@@ -96,7 +96,13 @@ def test_a_short_run_is_one_whole_object_and_leaves_nothing() -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_run_that_is_cut_off_leaves_nothing(number: signal.Signals) -> None:
     before = left_here()
-    with subprocess.Popen([*COMMAND, "--shapes=single"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
+    # Whoever runs the tests in the background may have them ignore SIGINT, which children inherit.
+    with subprocess.Popen(
+        [*COMMAND, "--shapes=single"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as child:
         assert within(20, lambda: bool(senders_of(child.pid))), "it did not come to send"
         made = namespaces_of([*senders_of(child.pid), Path(f"/proc/{child.pid}")])
         child.send_signal(number)
