@@ -234,9 +234,12 @@ def test_segments_without_payload_from_a_gateway_port_are_the_gateways(
         assert gateway.far_end.recv(1) == b""
     assert set(without_background(found)) == {GATEWAY}
     packets, size = found[GATEWAY]
-    assert 3 <= packets <= 6  # SYN-ACK, ACK, FIN; and what the close of the far end takes
-    # All but the SYN-ACK, whose own header is longer by 8, show that they have the options.
-    assert size == packets * segment_wire_bytes(family, 0, options) + 8 - len(options)
+    assert packets >= 3  # SYN-ACK, ACK, FIN; what the close of the far end takes; and on a busy machine each again
+    # All but a SYN-ACK, whose own header is longer by 8, show that they have the options.
+    of_syn_ack = 8 - len(options)
+    more = size - packets * segment_wire_bytes(family, 0, options)
+    assert more % of_syn_ack == 0
+    assert 1 <= more // of_syn_ack < packets
 
 
 @only_bpf
