@@ -18,7 +18,7 @@ import struct
 import sys
 import tempfile
 import traceback
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,10 +30,11 @@ from kura_shaper.cli.main import run
 from kura_shaper.clock import SystemClock
 from kura_shaper.kernel import bpf
 from kura_shaper.kernel.client import TcClient
+from kura_shaper.kernel.descriptor import closing
 from kura_shaper.kernel.device import KernelTrafficControl
 from kura_shaper.kernel.errors import KernelRefusedError
 from kura_shaper.kernel.links import read_device
-from kura_shaper.kernel.netns import in_new_namespace, unshare_network
+from kura_shaper.kernel.netns import in_new_namespace, inside, open_namespace, own_namespace
 from kura_shaper.kernel.probe import probe
 from kura_shaper.tree.snapshot import Snapshot
 
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from kura_shaper.tree.build import Capabilities
     from kura_shaper.tree.model import Device
 
-_CLONE_NEWNET = 0x40000000
 _IFA_F_NODAD = 0x02
 _TX_QUEUES = 4
 
@@ -115,7 +115,7 @@ class Network:
 
     def in_world(self) -> AbstractContextManager[None]:
         """Be in the world: sockets that are made within stay there."""
-        return _inside(self.world_descriptor)
+        return inside(self.world_descriptor)
 
     def client(self) -> TcClient:
         """Return a netlink client that is closed with the test."""
@@ -145,12 +145,9 @@ class Network:
 @pytest.fixture
 def network() -> Iterator[Network]:
     """Put the test into a node's network namespace."""
-    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-    world = in_new_namespace(lambda: os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC))
-    unshare_network()
-    try:
+    with closing(in_new_namespace(open_namespace)) as world, own_namespace():
         _make_wire(world)
-        with _inside(world):
+        with inside(world):
             _configure("up0", WORLD)
         _configure("nic0", NODE)
         made = Network(world, read_device("nic0"))
@@ -161,10 +158,6 @@ def network() -> Iterator[Network]:
         with suppress(KernelRefusedError):
             bpf.unsteer_tcx(made.device.ifindex)
             bpf.reap_pins()
-    finally:
-        _setns(home)
-        os.close(home)
-        os.close(world)
 
 
 def _make_wire(world: int) -> None:
@@ -181,22 +174,6 @@ def _configure(name: str, addresses: Addresses) -> None:
         ip.addr("add", index=index, address=addresses.v6, prefixlen=64, flags=_IFA_F_NODAD)
         for each in (index, 1):
             ip.link("set", index=each, state="up")
-
-
-@contextmanager
-def _inside(namespace: int) -> Iterator[None]:
-    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        _setns(namespace)
-        yield
-    finally:
-        _setns(home)
-        os.close(home)
-
-
-def _setns(descriptor: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET) != 0:
-        raise OSError(ctypes.get_errno(), "setns")
 
 
 @pytest.fixture(scope="session")

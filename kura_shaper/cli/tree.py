@@ -138,7 +138,7 @@ def status(
         if isinstance(actual, Unknown):
             raise StateUnknownError(actual.reason)
         marks = marks_in_force(actual)
-        is_steered = isinstance(actual.root, MqQdisc) and marks is not None
+        is_steered = isinstance(actual.root, MqQdisc)
         proof = prove_steering(control, marks, clock=clock) if is_steered and marks else None
     asked = Asked(
         shape=shape,

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kura_shaper.kernel.descriptor import closing
 from kura_shaper.kernel.errors import KernelRefusedError, NotThereError, UnsupportedError, refusal
 from kura_shaper.tree.ebpf import OUR_PREFIX, TcxProgram, TcxState
 
@@ -115,7 +116,7 @@ def _program(program_id: int) -> TcxProgram:
     name = ""
     with suppress(NotThereError):  # gone since; any other refusal leaves open whose it is
         descriptor = _bpf(_PROG_GET_FD_BY_ID, struct.pack("=III", program_id, 0, 0), doing="opening a program")
-        with _closing(descriptor):
+        with closing(descriptor):
             name = _info(descriptor)[64:80].partition(b"\0")[0].decode(errors="replace")
     return TcxProgram(program_id, name, is_ours=name.startswith(OUR_PREFIX))
 
@@ -149,13 +150,13 @@ def steer_by_tcx(program: EbpfProgram, ifindex: int) -> None:
     What steered before is replaced in place where it stands first, and else goes once its
     successor stands. Raises KernelRefusedError; what was there before then still steers.
     """
-    with _closing(load_steering(program)) as descriptor:
+    with closing(load_steering(program)) as descriptor:
         path = pin_directory() / _pin_name(ifindex)
         with _open(path) as link:
             if link is not None and _stands_first(link, ifindex):
                 update(link, descriptor)
             else:
-                with _closing(attach_first(descriptor, ifindex)) as successor:
+                with closing(attach_first(descriptor, ifindex)) as successor:
                     _replace(path, successor)
         for other in _pins(ifindex):
             if other != path:
@@ -274,7 +275,7 @@ def _open(path: Path) -> Iterator[int | None]:
     except KernelRefusedError:
         yield None
         return
-    with _closing(link):
+    with closing(link):
         yield link
 
 
@@ -284,14 +285,6 @@ def _refusals(*, doing: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise refusal(error.errno or 0, doing=doing) from error
-
-
-@contextmanager
-def _closing(descriptor: int) -> Iterator[int]:
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _info(descriptor: int) -> bytes:

@@ -8,7 +8,6 @@ hold it to this.
 from __future__ import annotations
 
 import errno
-import os
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kura_shaper.errors import KuraShaperError, StateUnknownError
 from kura_shaper.kernel import bpf
+from kura_shaper.kernel.descriptor import closing
 from kura_shaper.kernel.dump import read_snapshot
 from kura_shaper.kernel.errors import InvalidError, KernelRefusedError
 from kura_shaper.kernel.sysfs import DeviceSysfs
@@ -106,11 +106,8 @@ class KernelTrafficControl:
             case SetFilter(filter_) if isinstance(filter_.match, DirectBpf):
                 if filter_.match.program is None:
                     return InvalidError(errno.EINVAL, "the filter has no program", doing=operation.describe())
-                descriptor = bpf.load_steering(filter_.match.program)
-                try:
+                with closing(bpf.load_steering(filter_.match.program)) as descriptor:
                     return self._client.send([operation], self._device.ifindex, program_fd=descriptor)[0]
-                finally:
-                    os.close(descriptor)
         return None
 
 

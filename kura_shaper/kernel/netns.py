@@ -6,12 +6,15 @@ import ctypes
 import os
 import threading
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from kura_shaper.kernel.descriptor import closing
 from kura_shaper.kernel.errors import refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
 _CLONE_NEWNET = 0x40000000
 _T = TypeVar("_T")
@@ -48,35 +51,27 @@ def unshare_network() -> None:
         raise refusal(ctypes.get_errno(), doing="making a network namespace")
 
 
-@contextmanager
-def own_namespace() -> Iterator[None]:
+def own_namespace() -> AbstractContextManager[None]:
     """Be in a new network namespace for the length of the block; threads and processes started in it are too.
 
     Raises KernelRefusedError when the kernel grants none.
     """
-    home = open_namespace()
-    try:
-        unshare_network()
-        try:
-            yield
-        finally:
-            _enter(home)
-    finally:
-        os.close(home)
+    return _away(unshare_network)
+
+
+def inside(namespace: int) -> AbstractContextManager[None]:
+    """Put the calling thread into the network namespace of a descriptor for the length of the block."""
+    return _away(partial(_enter, namespace))
 
 
 @contextmanager
-def inside(namespace: int) -> Iterator[None]:
-    """Put the calling thread into the network namespace of a descriptor for the length of the block."""
-    home = open_namespace()
-    try:
-        _enter(namespace)
+def _away(go: Callable[[], None]) -> Iterator[None]:
+    with closing(open_namespace()) as home:
+        go()
         try:
             yield
         finally:
             _enter(home)
-    finally:
-        os.close(home)
 
 
 def open_namespace() -> int:

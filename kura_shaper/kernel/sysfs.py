@@ -14,14 +14,13 @@ import os
 import re
 import socket
 import struct
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kura_shaper.errors import StateUnknownError, UsageError
+from kura_shaper.kernel.descriptor import closing
 from kura_shaper.kernel.errors import KernelRefusedError, refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
 _SYS = "/sys"
@@ -140,7 +139,7 @@ def _open_device(name: str, ifindex: int) -> int:
         refused = f"; no sysfs of this network namespace can be opened: {error.strerror}"
     try:
         with (
-            _open(_SYS, _DIRECTORY) if own < 0 else _closing(own) as root,
+            _open(_SYS, _DIRECTORY) if own < 0 else closing(own) as root,
             _open(f"class/net/{name}", _DIRECTORY, at=root) as directory,
         ):
             is_same = int(_read("ifindex", at=directory)) == ifindex
@@ -153,7 +152,7 @@ def _open_device(name: str, ifindex: int) -> int:
 
 def _open_own_sysfs() -> int:
     """Return the directory of a sysfs that is mounted nowhere. Raises OSError, EPERM without CAP_SYS_ADMIN."""
-    with _closing(_system_call(_FSOPEN, b"sysfs", _FSOPEN_CLOEXEC)) as context:
+    with closing(_system_call(_FSOPEN, b"sysfs", _FSOPEN_CLOEXEC)) as context:
         _system_call(_FSCONFIG, context, _CMD_CREATE, None, None, 0)
         return _system_call(_FSMOUNT, context, _FSMOUNT_CLOEXEC, 0)
 
@@ -188,12 +187,4 @@ def _write(path: str, text: str, *, at: int) -> None:
 
 
 def _open(path: str, flags: int, *, at: int | None = None) -> AbstractContextManager[int]:
-    return _closing(os.open(path, flags | os.O_CLOEXEC, dir_fd=at))
-
-
-@contextmanager
-def _closing(descriptor: int) -> Iterator[int]:
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    return closing(os.open(path, flags | os.O_CLOEXEC, dir_fd=at))

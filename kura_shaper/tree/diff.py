@@ -128,8 +128,7 @@ def plan_removal(actual: Snapshot | Unknown) -> Plan:
 
 def has_minor_of_ours(classid: Handle) -> bool:
     """Whether we hand out this class's minor, so that it is ours to delete when nobody wants it."""
-    minor = classid.minor
-    return minor in _OUR_MINORS or minor >= TENANT_CLASS_MIN
+    return classid.minor in _OUR_MINORS or classid.minor >= TENANT_CLASS_MIN
 
 
 def _foundation(tree: Tree, actual: Snapshot, *, may_disrupt: bool) -> tuple[tuple[Operation, ...], Snapshot]:
@@ -139,22 +138,18 @@ def _foundation(tree: Tree, actual: Snapshot, *, may_disrupt: bool) -> tuple[tup
     promise without it. A queue without an HTB of ours only waits for the next occasion.
     """
     waiting = [q for q in tree.queues if actual.queues.get(q.parent) != q]
-    if actual.root != tree.root or misfits(tree, actual) or (may_disrupt and _needs_rebuild(waiting, actual)):
+    free = [q for q in waiting if _is_free(q.handle, actual)]
+    if actual.root != tree.root or misfits(tree, actual) or (may_disrupt and free != waiting):
         root_operations, base = _root(tree, actual)
         queues: Iterable[HtbQdisc | Leaf] = tree.queues
     else:
         root_operations, base = (), actual
         must = [q for q in waiting if isinstance(q, HtbQdisc) or q.parent not in actual.queues]
         is_occasion = must or may_disrupt or (tree.has_hook and actual.hook is None)
-        queues = [q for q in waiting if _is_free(q.handle, actual)] if is_occasion else ()
+        queues = free if is_occasion else ()
     hook = (AddHook(),) if tree.has_hook and base.hook is None else ()
     operations = (*root_operations, *(SetQueue(qdisc) for qdisc in queues), *hook)
     return operations, _with_queues(base, queues)
-
-
-def _needs_rebuild(waiting: Iterable[HtbQdisc | Leaf], actual: Snapshot) -> bool:
-    """Whether a queue's qdisc can't be put in its place beside what is there."""
-    return not all(_is_free(q.handle, actual) for q in waiting)
 
 
 def _is_free(handle: Handle, actual: Snapshot) -> bool:
@@ -216,7 +211,7 @@ def _steer(tree: Tree, actual: Snapshot) -> Iterable[Operation]:
 def _other_masks(wanted: Iterable[Filter], actual: Snapshot) -> list[Filter]:
     """Return the fw filters of ours at the hook with another mask: all of a priority share one (net/sched/cls_fw.c)."""
     masks = {f.match.mask for f in wanted if isinstance(f.match, FwMatch)}
-    ours = [f for f in actual.filters if f.parent == EGRESS and is_our_filter(f)]
+    ours = [f for f in actual.filters if _steers(f)]
     return [f for f in ours if isinstance(f.match, FwMatch) and masks and f.match.mask not in masks]
 
 
@@ -225,9 +220,7 @@ def _unsteer(tree: Tree | None, actual: Snapshot) -> Iterable[Operation]:
     wanted = {f.key for f in tree.filters} if tree else set()
     if tree:
         wanted |= {f.key for f in _other_masks(tree.filters, actual)}
-    yield from (
-        DeleteFilter(f) for f in actual.filters if is_our_filter(f) and f.parent == EGRESS and f.key not in wanted
-    )
+    yield from (DeleteFilter(f) for f in actual.filters if _steers(f) and f.key not in wanted)
     keeps_tcx = tree is not None and tree.steering is not None and tree.steering.kind is SteeringKind.TCX
     if not keeps_tcx and actual.tcx and any(program.is_ours for program in actual.tcx.programs):
         yield RemoveTcx()
@@ -235,9 +228,11 @@ def _unsteer(tree: Tree | None, actual: Snapshot) -> Iterable[Operation]:
 
 def is_our_filter(found: Filter) -> bool:
     """Whether we made a filter, as far as its priority tells; at the hook, where others live too, also its kind."""
-    if found.parent.major == HOOK.major:
-        return found.parent == EGRESS and is_ours_at_hook(found)
-    return found.priority in OUR_PRIORITIES
+    return _steers(found) if found.parent.major == HOOK.major else found.priority in OUR_PRIORITIES
+
+
+def _steers(found: Filter) -> bool:
+    return found.parent == EGRESS and is_ours_at_hook(found)
 
 
 @dataclass(frozen=True, slots=True)

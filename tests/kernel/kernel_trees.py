@@ -18,6 +18,16 @@ ROOT_HANDLE = Handle(0x20)
 HOST, BUDGET, GATEWAY, UNATTRIBUTED = (Handle(0x20, minor) for minor in (0x02, 0x03, 0x10, 0x11))
 ACME, ZETA = Handle(0x20, 0x2A7), Handle(0x20, 0x2A8)
 GATEWAY_PORT, PEER_PORT = 443, 7443
+# The same two tenants, for the command.
+DOCUMENT = """\
+apiVersion: kura-shaper/v1
+kind: Tenants
+region: us-east
+gateway: {https_ports: [443], peer_ports: [7443]}
+tenants:
+  - {name: acme, class: 0x2a7, floor: 25M, ceiling: 1500M}
+  - {name: zeta, class: 0x2a8, floor: 0, ceiling: 40G}
+"""
 
 
 def tenant(classid: Handle, *, floor: int = 25 * MBIT, ceiling: int = 1500 * MBIT) -> Tenant:

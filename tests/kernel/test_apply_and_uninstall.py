@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from kernel_trees import ACME
+from kernel_trees import ACME, DOCUMENT
 from pyroute2 import IPRoute
 
 from kura_shaper.kernel import wire
@@ -33,15 +33,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.privileged
 
 TC_GROUP = 1 << 3  # RTNLGRP_TC
-DOCUMENT = """\
-apiVersion: kura-shaper/v1
-kind: Tenants
-region: us-east
-gateway: {https_ports: [443], peer_ports: [7443]}
-tenants:
-  - {name: acme, class: 0x2a7, floor: 25M, ceiling: 1500M}
-  - {name: zeta, class: 0x2a8, floor: 0, ceiling: 40G}
-"""
 
 
 @pytest.fixture

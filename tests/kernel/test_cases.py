@@ -21,7 +21,7 @@ import pytest
 from conftest import WORLD
 from kernel_devices import add_device, set_link
 from kernel_traffic import FAMILIES, counted, read_when_sent, send_datagrams, set_mark, udp_socket, warm_up
-from kernel_trees import ACME, GBIT, MBIT, ROOT_HANDLE, ZETA, differences, document, htb_class, tenant, wanted
+from kernel_trees import ACME, DOCUMENT, GBIT, MBIT, ROOT_HANDLE, ZETA, differences, document, htb_class, tenant, wanted
 from pyroute2 import IPRoute
 
 from kura_shaper.clock import SystemClock
@@ -587,17 +587,6 @@ def test_a_bond_is_shaped_at_its_ports_and_itself_never_has_a_queue(network: Net
         assert done.status == 0, done
         assert kinds(port) == {"htb"}
     assert kinds("bond0") == {"noqueue"}
-
-
-DOCUMENT = """\
-apiVersion: kura-shaper/v1
-kind: Tenants
-region: us-east
-gateway: {https_ports: [443], peer_ports: [7443]}
-tenants:
-  - {name: acme, class: 0x2a7, floor: 25M, ceiling: 1500M}
-  - {name: zeta, class: 0x2a8, floor: 0, ceiling: 40G}
-"""
 
 
 @pytest.mark.case("E2")

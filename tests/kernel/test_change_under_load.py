@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
 import socket
 import time
 from contextlib import ExitStack, contextmanager
@@ -12,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
+from kernel_flood import in_process
 from kernel_traffic import WORLD, listener, lost_segments, set_mark
 from kernel_trees import ACME, MBIT, ZETA, differences, tenant, wanted
 
@@ -21,7 +19,7 @@ from kura_shaper.tree.model import LeafKind
 from kura_shaper.tree.operations import ChangeClass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from conftest import Network
 
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.privileged, pytest.mark.traffic]
 
-_PR_SET_PDEATHSIG, _SO_SNDBUFFORCE = 1, 32
+_SO_SNDBUFFORCE = 32
 CHANGES, CONNECTIONS, SENT_BYTES = 1_000, 4, 12_000_000
 CEILINGS = (200 * MBIT, 220 * MBIT)
 
@@ -53,25 +51,6 @@ def sending_without_end(network: Network, mark: int) -> Iterator[list[socket.soc
         stack.enter_context(in_process(lambda: pump(senders)))
         stack.enter_context(in_process(lambda: drain(receivers)))
         yield senders
-
-
-@contextmanager
-def in_process(work: Callable[[], None]) -> Iterator[None]:
-    """Do some work in a child until the end of the block; it dies with this process too."""
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() == parent:
-                work()
-        finally:
-            os._exit(0)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
 
 
 def pump(senders: list[socket.socket]) -> None:

@@ -14,7 +14,7 @@ import pytest
 from kernel_devices import delete_link, make_wire_again, rename_link, set_link, set_live_tx_queues
 from kernel_flood import flooding, mean_bits_per_second, windows
 from kernel_traffic import FAMILIES, counted, read_when_sent, send_datagrams, warm_up
-from kernel_trees import ACME, GBIT, ZETA, document, tenant, wanted
+from kernel_trees import ACME, DOCUMENT, GBIT, ZETA, document, tenant, wanted
 
 from kura_shaper.clock import SystemClock
 from kura_shaper.kernel import bpf
@@ -38,16 +38,6 @@ if TYPE_CHECKING:
     from kura_shaper.tree.build import Wanted
 
 pytestmark = pytest.mark.privileged
-
-DOCUMENT = """\
-apiVersion: kura-shaper/v1
-kind: Tenants
-region: us-east
-gateway: {https_ports: [443], peer_ports: [7443]}
-tenants:
-  - {name: acme, class: 0x2a7, floor: 25M, ceiling: 1500M}
-  - {name: zeta, class: 0x2a8, floor: 0, ceiling: 40G}
-"""
 
 
 @pytest.fixture
