@@ -23,11 +23,12 @@ from ipaddress import ip_network
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import trustme
 from gateway_ends import serve, serve_h2c, serve_http1, serve_peer
 
-from kura_shaper.haproxy.binary import find_haproxy
-from kura_shaper.haproxy.options import GatewayOptions
+from kura_shaper.haproxy.binary import HaproxyBinary, HaproxyMissingError, find_haproxy
+from kura_shaper.haproxy.options import GatewayOptions, VersionTooOldError
 from kura_shaper.haproxy.render import render
 from kura_shaper.haproxy.write import write_generation
 from kura_shaper.tenants.document import Backends, Endpoint, Tenant, TenantsDocument
@@ -36,6 +37,8 @@ from kura_shaper.units import Rate
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+# The branches that the gateway is made for; scripts/setup brings both.
+VERSIONS = ("3.0", "3.2")
 RUN_DIRECTORY = "/mnt"
 HTTPS_PORT, PEER_PORT = 443, 7443
 SLOW_CEILING = Rate.parse("40M")
@@ -67,6 +70,19 @@ def why_not_here() -> str:
             return f"needs {program}"
     tried = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, check=False)
     return "" if tried.returncode == 0 else "needs namespaces"
+
+
+def haproxy_of(version: str) -> HaproxyBinary:
+    """Return the HAProxy of a branch, from the cache or the one that is found anyway; without one, skip the test."""
+    cache = os.environ.get("KURA_SHAPER_CACHE")
+    cache = cache or str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "kura-shaper"))
+    cached = str(Path(cache, f"haproxy-{version}", "bin", "haproxy"))
+    for environ in ({**os.environ, "KURA_SHAPER_HAPROXY": cached}, os.environ):
+        with suppress(HaproxyMissingError, VersionTooOldError):
+            binary = find_haproxy(environ)
+            if binary.version[:2] == tuple(map(int, version.split("."))):
+                return binary
+    pytest.skip(f"no HAProxy {version} on this machine: scripts/setup brings it")
 
 
 class Namespace:
@@ -141,6 +157,7 @@ class GatewayRig:
     ca_file: Path
     log: Path
     master_socket: str
+    document: TenantsDocument
 
     def curl(self, url: str, *options: str) -> subprocess.CompletedProcess[str]:
         """Get a URL whose host is at the gateway. The output is `STATUS HTTP-VERSION BODY`."""
@@ -184,23 +201,36 @@ class GatewayRig:
 
     def master(self, command: str) -> str:
         """Send a command to HAProxy's master and return the answer."""
-        with socket.socket(socket.AF_UNIX) as control:
-            control.connect(self.master_socket)
-            control.sendall(f"{command}\n".encode())
-            return b"".join(iter(lambda: control.recv(65_536), b"")).decode()
+        return _ask(self.master_socket, command)
+
+    def admin(self, command: str) -> str:
+        """Send a command to the worker that serves and return the answer."""
+        return _ask(f"{self.namespace.root}{RUN_DIRECTORY}/admin.sock", command)
+
+
+def _ask(address: str, command: str) -> str:
+    with socket.socket(socket.AF_UNIX) as control:
+        control.settimeout(20)
+        control.connect(address)
+        control.sendall(f"{command}\n".encode())
+        # The master's socket would wait for another command after some of them.
+        control.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: control.recv(65_536), b"")).decode()
 
 
 @contextmanager
-def running_gateway(directory: Path) -> Iterator[GatewayRig]:
-    """Yield a gateway for DOCUMENT that answers."""
+def running_gateway(
+    directory: Path, *, version: str, document: TenantsDocument = DOCUMENT, **changes: Any
+) -> Iterator[GatewayRig]:
+    """Yield a gateway that answers for a document, with its tenants' servers. Changes are to its GatewayOptions."""
     ca = trustme.CA()
-    hosts = sorted(host for tenant in DOCUMENT.tenants for host in tenant.hosts)
+    hosts = sorted(host for tenant in document.tenants for host in tenant.hosts)
     certificate = ca.issue_cert("*.kura.test", *hosts)
     # As a mounted Kubernetes Secret has them: the key beside the chain.
     (directory / "tls.crt").write_bytes(b"".join(blob.bytes() for blob in certificate.cert_chain_pems))
     certificate.private_key_pem.write_to_path(directory / "tls.key")
     ca.cert_pem.write_to_path(directory / "ca.pem")
-    binary = find_haproxy()
+    binary = haproxy_of(version)
     options = GatewayOptions(
         binary.version,
         directory=PurePosixPath(directory, "gateway", "current"),
@@ -211,11 +241,12 @@ def running_gateway(directory: Path) -> Iterator[GatewayRig]:
         nbthread=2,
         maxconn=100,
     )
-    write_generation(render(DOCUMENT, options), directory / "gateway")
+    options = replace(options, **changes)
+    write_generation(render(document, options), directory / "gateway")
     with ExitStack() as stack:
         namespace = Namespace()
         stack.callback(namespace.close)
-        _start_servers(stack, namespace, ca)
+        _start_servers(stack, namespace, document, ca)
         log = directory / "haproxy.log"
         config = str(options.directory / "haproxy.cfg")
         command = namespace.command(str(binary.path), "-W", "-S", f"{RUN_DIRECTORY}/master.sock", "-f", config)
@@ -225,13 +256,13 @@ def running_gateway(directory: Path) -> Iterator[GatewayRig]:
         stack.callback(process.terminate)
         master = f"{namespace.root}{RUN_DIRECTORY}/master.sock"
         client = ssl.create_default_context(cafile=directory / "ca.pem")
-        rig = GatewayRig(namespace, client, directory / "ca.pem", log, master)
+        rig = GatewayRig(namespace, client, directory / "ca.pem", log, master, document)
         _wait_until_open(rig, process)
         yield rig
 
 
-def _start_servers(stack: ExitStack, namespace: Namespace, ca: trustme.CA) -> None:
-    for tenant in DOCUMENT.tenants:
+def _start_servers(stack: ExitStack, namespace: Namespace, document: TenantsDocument, ca: trustme.CA) -> None:
+    for tenant in document.tenants:
         backends, name = tenant.backends, tenant.name
         assert backends.http is not None
         assert backends.grpc is not None

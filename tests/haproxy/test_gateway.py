@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING
 import gateway_rig as rig_module
 import pytest
 from gateway_ends import H2Client
-from gateway_rig import ACME, BETA, DOCUMENT, GUARDED, HTTPS_PORT, PEER_PORT, SLOW_CEILING, GatewayRig
+from gateway_rig import ACME, BETA, DOCUMENT, GUARDED, HTTPS_PORT, PEER_PORT, SLOW_CEILING, VERSIONS, GatewayRig
 
-from kura_shaper.haproxy.binary import HaproxyMissingError, find_haproxy
-from kura_shaper.haproxy.options import VersionTooOldError
 from kura_shaper.tenants.marks import ReservedClass
 
 if TYPE_CHECKING:
@@ -36,15 +34,11 @@ def mark_of(tenant: Tenant) -> int:
     return DOCUMENT.marks.mark(tenant.class_id)
 
 
-@pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayRig]:
+@pytest.fixture(scope="module", params=VERSIONS)
+def gateway(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayRig]:
     if reason := rig_module.why_not_here():
         pytest.skip(reason)
-    try:
-        find_haproxy()
-    except (HaproxyMissingError, VersionTooOldError) as error:
-        pytest.skip(str(error))
-    with rig_module.running_gateway(tmp_path_factory.mktemp("gateway")) as rig:
+    with rig_module.running_gateway(tmp_path_factory.mktemp("gateway"), version=request.param) as rig:
         yield rig
 
 

@@ -5,29 +5,30 @@ from __future__ import annotations
 from dataclasses import replace
 from ipaddress import IPv4Address, IPv6Address, ip_network
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 import pytest
+from gateway_rig import VERSIONS, haproxy_of
 
-from kura_shaper.haproxy.binary import HaproxyBinary, HaproxyMissingError, find_haproxy
 from kura_shaper.haproxy.builder import MAX_LINE_CHARS, MAX_WORDS, Line, Section, line, to_bytes
 from kura_shaper.haproxy.certificates import throwaway_pem
 from kura_shaper.haproxy.check import Severity, check_with_haproxy, findings_in
 from kura_shaper.haproxy.generation import CONFIG_FILE, GatewayConfig
-from kura_shaper.haproxy.options import BandwidthLimit, CertificateKind, GatewayOptions, VersionTooOldError
+from kura_shaper.haproxy.options import BandwidthLimit, CertificateKind, GatewayOptions
 from kura_shaper.haproxy.render import render
 from kura_shaper.kernel.netns import in_new_namespace
 from kura_shaper.tenants.document import Backends, Endpoint, Gateway, Tenant, TenantsDocument
 from kura_shaper.units import Rate
 
+if TYPE_CHECKING:
+    from kura_shaper.haproxy.binary import HaproxyBinary
+
 RESOLVER_NOTE = "no resolvers given: checked with a stand-in on loopback, not with this machine's"
 
 
-@pytest.fixture(scope="module")
-def haproxy() -> HaproxyBinary:
-    try:
-        return find_haproxy()
-    except (HaproxyMissingError, VersionTooOldError) as error:
-        pytest.skip(str(error))
+@pytest.fixture(scope="module", params=VERSIONS)
+def haproxy(request: pytest.FixtureRequest) -> HaproxyBinary:
+    return haproxy_of(request.param)
 
 
 def fleet(size: int) -> TenantsDocument:
