@@ -2,8 +2,9 @@
 
 Everything that goes to a tenant's clients passes its `_edge` or `_peer` backend, which
 hold the ceiling: one filter in each, both counting in one table under the tenant's
-name, so all its connections share one bucket. The limit is a constant because HAProxy
-takes no expression for a shared one.
+name, so all its connections share one bucket. In the design `inline`, `_http` and
+`_grpc` take the place of `_edge`. The limit is a constant because HAProxy takes no
+expression for a shared one.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import TYPE_CHECKING
 
 from kura_shaper.errors import DocumentError
 from kura_shaper.haproxy.builder import Line, Section, line
-from kura_shaper.haproxy.frontends import CEILINGS, DNS, EDGE, PEER
+from kura_shaper.haproxy.frontends import EDGE, PEER
 from kura_shaper.haproxy.maps import dns_name
-from kura_shaper.haproxy.options import BandwidthLimit
+from kura_shaper.haproxy.options import BandwidthLimit, Design
+from kura_shaper.haproxy.process import CEILINGS, DNS
 
 if TYPE_CHECKING:
     from kura_shaper.haproxy.options import GatewayOptions
@@ -42,17 +44,18 @@ def tenant_sections(tenant: Tenant, options: GatewayOptions) -> tuple[Section, .
     sections: list[Section] = []
     allowed = _allowed(tenant)
     if tenant.hosts:
-        to_tls = line("server tls", options.tls_socket, "send-proxy-v2")
-        sections.append(_plane(tenant, options, plane=EDGE, allowed=allowed, server=(to_tls,)))
-        sections += _http(tenant, options, allowed=allowed)
-        sections += _grpc(tenant, options, allowed=allowed)
-        if len(sections) == 1:
+        served = (*_http(tenant, options, allowed=allowed), *_grpc(tenant, options, allowed=allowed))
+        if not served:
             raise _missing(tenant, "http or grpc")
+        if options.design is Design.EDGE:
+            to_tls = line("server tls", options.tls_socket, "send-proxy-v2")
+            sections.append(_plane(tenant, options, plane=EDGE, allowed=allowed, server=(to_tls,)))
+        sections += served
     if tenant.peer_hosts:
         if tenant.backends.peer is None:
             raise _missing(tenant, "peer")
         server = _server(tenant.backends.peer, options, _CHECK, path=f"tenants[{tenant.name}].backends.peer")
-        to_peer = (line("timeout server 10m"), server)
+        to_peer = (line("timeout server 10m"), *server)
         sections.append(_plane(tenant, options, plane=PEER, allowed=allowed, server=to_peer))
     return tuple(sections)
 
@@ -69,7 +72,26 @@ def _plane(
     tenant: Tenant, options: GatewayOptions, *, plane: str, allowed: tuple[Line, ...], server: tuple[Line, ...]
 ) -> Section:
     rules = (*allowed, _REJECT) if allowed else ()
-    return Section("backend", f"{tenant.name}_{plane}", (*rules, *_limit(tenant, options), *server), base="tcp")
+    limit = _limit(tenant, options, line("tcp-request content set-bandwidth-limit ceiling"))
+    # A filter is declared ahead of the rules that use it.
+    return Section("backend", f"{tenant.name}_{plane}", (*rules, *limit, *server), base="tcp")
+
+
+def _web(
+    tenant: Tenant,
+    options: GatewayOptions,
+    name: str,
+    *,
+    allowed: tuple[Line, ...],
+    ready: tuple[Line, ...],
+    server: tuple[Line, ...],
+) -> Section:
+    rules = (*allowed, _DENY) if allowed else ()
+    limit: tuple[Line, ...] = ()
+    if options.design is Design.INLINE:
+        # Once for a response, and never for the request too: twice leaks a table entry up to 3.2.25.
+        limit = _limit(tenant, options, line("http-response set-bandwidth-limit ceiling"))
+    return Section("backend", f"{tenant.name}_{name}", (*rules, *limit, *ready, *server), base="web")
 
 
 def _http(tenant: Tenant, options: GatewayOptions, *, allowed: tuple[Line, ...]) -> tuple[Section, ...]:
@@ -77,8 +99,7 @@ def _http(tenant: Tenant, options: GatewayOptions, *, allowed: tuple[Line, ...])
     if endpoint is None:
         return ()
     server = _server(endpoint, options, _CHECK, path=f"tenants[{tenant.name}].backends.http")
-    rules = (*allowed, _DENY) if allowed else ()
-    return (Section("backend", f"{tenant.name}_http", (*rules, _READY, server), base="web"),)
+    return (_web(tenant, options, "http", allowed=allowed, ready=(_READY,), server=server),)
 
 
 def _grpc(tenant: Tenant, options: GatewayOptions, *, allowed: tuple[Line, ...]) -> tuple[Section, ...]:
@@ -93,14 +114,14 @@ def _grpc(tenant: Tenant, options: GatewayOptions, *, allowed: tuple[Line, ...])
         check = ("check", "port", str(http.port), "check-proto", "h1", *_CHECK[1:])
     path = f"tenants[{tenant.name}].backends.grpc"
     server = _server(endpoint, options, ("proto", "h2", *check), path=path)
-    rules = (*allowed, _DENY) if allowed else ()
-    return (Section("backend", f"{tenant.name}_grpc", (*rules, *ready, server), base="web"),)
+    return (_web(tenant, options, "grpc", allowed=allowed, ready=ready, server=server),)
 
 
-def _limit(tenant: Tenant, options: GatewayOptions) -> tuple[Line, ...]:
+def _limit(tenant: Tenant, options: GatewayOptions, use: Line) -> tuple[Line, ...]:
+    """Return the tenant's filter and the rule that uses it, nothing without the bandwidth limit."""
     if options.bandwidth_limit is BandwidthLimit.OFF:
         return ()
-    limit = tenant.ceiling.bytes_per_second
+    limit = tenant.ceiling.scaled(100 - options.wire_overhead_percent, 100).bytes_per_second
     if not 1 <= limit <= MAX_LIMIT_BYTES_PER_SECOND:
         path = f"tenants[{tenant.name}].ceiling"
         remedy = "use 8 to 17.179G bit/s, or render without the bandwidth limit"
@@ -108,22 +129,27 @@ def _limit(tenant: Tenant, options: GatewayOptions) -> tuple[Line, ...]:
     key = ("key", f"str({tenant.name})", "table", CEILINGS)
     return (
         line("filter bwlim-out ceiling limit", str(limit), *key, "min-size", str(MIN_SLICE_BYTES)),
-        line("tcp-request content set-bandwidth-limit ceiling"),
+        use,
     )
 
 
-def _server(endpoint: Endpoint, options: GatewayOptions, words: tuple[str, ...], *, path: str) -> Line:
+def _server(endpoint: Endpoint, options: GatewayOptions, words: tuple[str, ...], *, path: str) -> tuple[Line, ...]:
     if not 1 <= endpoint.port <= 65_535:
         raise DocumentError(f"port {endpoint.port} is out of range", path=path, remedy="use 1 to 65535")
     if endpoint.is_dns_name:
         address = f"{dns_name(endpoint.host, path=path)}:{endpoint.port}"
-        slots = ("p", str(options.dns_servers), address, "resolvers", DNS, "init-addr", "none")
-        return line("server-template", *slots, *words)
+        slots = ("p", str(options.dns_servers), address, "resolvers", DNS, "init-addr", "last,none")
+        return (
+            line("load-server-state-from-file global"),
+            # One server at a time, the same for as long as it is ready: a cache read from all is cold in each.
+            line("balance first"),
+            line("server-template", *slots, *words),
+        )
     try:
         ip_address(endpoint.host)
     except ValueError:
         raise DocumentError(f"{endpoint.host[:64]!r} is no IP address", path=path, remedy="or use dns") from None
-    return line("server p0", str(endpoint), *words)
+    return (line("server p0", str(endpoint), *words),)
 
 
 def _missing(tenant: Tenant, what: str) -> DocumentError:

@@ -58,6 +58,11 @@ class GatewayConfig:
         return self.files.get(name, b"").decode("utf-8", errors="backslashreplace")
 
 
+def config_digest(content: bytes) -> str:
+    """Return the short digest by which a configuration file is known."""
+    return hashlib.sha256(content).hexdigest()[:_GENERATION_CHARS]
+
+
 EMPTY = GatewayConfig({})
 
 

@@ -16,6 +16,10 @@ MIN_VERSION = (3, 0, 3)
 # HAProxy binds a unix socket under a longer, temporary name first, and the kernel's limit is 107.
 _MAX_RUN_DIRECTORY_CHARS = 72
 
+# Metrics are asked for by few, and must be had when the doors are full.
+METRICS_MAXCONN = 100
+MIN_NOFILE = 1024
+
 _DIRECTORY = PurePosixPath("/etc/kura-shaper/haproxy/current")
 _RUN_DIRECTORY = PurePosixPath("/run/kura-shaper-haproxy")
 _CERTIFICATE = PurePosixPath("/etc/kura-shaper/tls/tls.crt")
@@ -31,6 +35,18 @@ class BandwidthLimit(Enum):
 
     ON = "on"
     OFF = "off"
+
+
+class Design(Enum):
+    """Where the tenant is decided.
+
+    `edge` reads the name in the ClientHello, so the handshake is marked too and TLS ends one hop later.
+    `inline` ends TLS at the door: one hop less, but the handshake is the gateway's own traffic, and the
+    bandwidth limit counts the payload of each request instead of the bytes of each connection.
+    """
+
+    EDGE = "edge"
+    INLINE = "inline"
 
 
 class CertificateKind(Enum):
@@ -53,9 +69,13 @@ class GatewayOptions:
     `directory` is where the rendered files will be read from, `run_directory` where the
     sockets are (the account `user` must be able to reach it). `certificate` holds the
     chain, and the key too unless that is beside it as .key. `maxconn` is the most clients
-    at a time on each plane; one takes up to six descriptors. `addresses` are bound on
-    every port. Without `resolvers` the gateway asks those of /etc/resolv.conf.
-    `dns_servers` bounds the addresses used of one DNS name.
+    at a time on each plane; one takes up to six descriptors, and with `nofile`, the limit
+    that the gateway will run under, a document that needs more is refused. `addresses` are
+    bound on every port. Without `resolvers` the gateway asks those of /etc/resolv.conf.
+    `dns_servers` bounds the addresses used of one DNS name. `wire_overhead_percent` lowers
+    the bandwidth limit by what headers add on the wire. `h2_window_bytes` is what a client may
+    send ahead of a slow server, `h2_streams` how many requests of one connection run at once.
+    An old worker ends `hard_stop_after_s` after its reload, whatever it still serves.
 
     Raises UsageError for a value out of range, VersionTooOldError for one before 3.0.3.
     """
@@ -67,9 +87,15 @@ class GatewayOptions:
     certificate_kind: CertificateKind = CertificateKind.FILE
     user: str = "haproxy"
     group: str = "haproxy"
+    design: Design = Design.EDGE
     bandwidth_limit: BandwidthLimit = BandwidthLimit.ON
+    wire_overhead_percent: int = 0
     nbthread: int | None = None
     maxconn: int = 10_000
+    nofile: int | None = None
+    h2_window_bytes: int = 4_194_304
+    h2_streams: int = 32
+    hard_stop_after_s: int = 1_800
     metrics_bind: Endpoint = _METRICS
     addresses: tuple[IPv4Address | IPv6Address, ...] = _ALL_ADDRESSES
     resolvers: tuple[Endpoint, ...] = ()
@@ -88,6 +114,12 @@ class GatewayOptions:
         _check_range("nbthread", 1 if self.nbthread is None else self.nbthread, most=1024)
         _check_range("maxconn", self.maxconn, most=1_000_000)
         _check_range("dns_servers", self.dns_servers, most=64)
+        _check_range("nofile", MIN_NOFILE if self.nofile is None else self.nofile, least=MIN_NOFILE, most=2**30)
+        # HAProxy holds a window in 31 bits, and one smaller than a buffer of it stalls an upload for good.
+        _check_range("h2_window_bytes", self.h2_window_bytes, least=16_384, most=2**31 - 1)
+        _check_range("h2_streams", self.h2_streams, most=65_535)
+        _check_range("hard_stop_after_s", self.hard_stop_after_s, most=86_400)
+        _check_range("wire_overhead_percent", self.wire_overhead_percent, least=0, most=50)
         if not self.addresses or len(set(self.addresses)) != len(self.addresses):
             raise UsageError("addresses is empty or names one twice", remedy="e.g. 0.0.0.0 and ::")
         for endpoint in (self.metrics_bind, *self.resolvers):
@@ -97,6 +129,21 @@ class GatewayOptions:
     def tls_socket(self) -> str:
         """Address of the private socket between the edge and the TLS frontend."""
         return f"unix@{self.run_directory}/tls.sock"
+
+    @property
+    def process_maxconn(self) -> int:
+        """Connections of the whole process: a TLS client counts at each door that it passes, and metrics have theirs.
+
+        Were the sum not bounded above that of the doors, a full edge would leave no room behind it, and
+        everybody would wait for everybody.
+        """
+        doors = 3 if self.design is Design.EDGE else 2
+        return doors * self.maxconn + METRICS_MAXCONN
+
+    @property
+    def servers_state(self) -> PurePosixPath:
+        """Path of the addresses that a new worker takes over from the one before it."""
+        return self.run_directory / "servers.state"
 
     @property
     def admin_socket(self) -> PurePosixPath:
@@ -127,9 +174,9 @@ def _check_path(name: str, path: PurePosixPath) -> None:
         raise UsageError(f"{name} {str(path)!r} can't be written in a configuration", remedy=remedy)
 
 
-def _check_range(name: str, value: int, *, most: int) -> None:
-    if not 1 <= value <= most:
-        raise UsageError(f"{name} {value} is out of range", remedy=f"use 1 to {most}")
+def _check_range(name: str, value: int, *, most: int, least: int = 1) -> None:
+    if not least <= value <= most:
+        raise UsageError(f"{name} {value} is out of range", remedy=f"use {least} to {most}")
 
 
 def _check_ip_endpoint(endpoint: Endpoint) -> None:

@@ -6,22 +6,26 @@ any order of tenants, so that a difference is always a change.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kura_shaper.errors import DocumentError
+from kura_shaper.errors import DocumentError, UsageError
 from kura_shaper.haproxy.backends import tenant_sections
 from kura_shaper.haproxy.builder import to_bytes
-from kura_shaper.haproxy.frontends import frontend_sections, process_sections
-from kura_shaper.haproxy.generation import CONFIG_FILE, GatewayConfig
+from kura_shaper.haproxy.frontends import frontend_sections
+from kura_shaper.haproxy.generation import CONFIG_FILE, GatewayConfig, config_digest
 from kura_shaper.haproxy.maps import certificate_list, host_name, map_files, tenant_name
 from kura_shaper.haproxy.options import version_text
+from kura_shaper.haproxy.process import NO_CONFIG_ID, process_sections
 from kura_shaper.tenants.marks import TENANT_CLASS_MIN
 
 if TYPE_CHECKING:
+    from kura_shaper.haproxy.builder import Section
     from kura_shaper.haproxy.options import GatewayOptions
     from kura_shaper.tenants.document import TenantsDocument
+
+# HAProxy starts one thread for each processor; where nobody said how many, allow for a large machine.
+_MANY_THREADS = 64
 
 
 def render(document: TenantsDocument, options: GatewayOptions) -> GatewayConfig:
@@ -34,15 +38,44 @@ def render(document: TenantsDocument, options: GatewayOptions) -> GatewayConfig:
     _check(document, options)
     shared = (*process_sections(document, options), *frontend_sections(document, options))
     tenants = (section for tenant in document.tenants for section in tenant_sections(tenant, options))
-    config = to_bytes((*shared, *tenants))
+    sections = (*shared, *tenants)
+    _check_descriptors(sections, options)
+    config = _with_id(to_bytes(sections))
     # The branch alone: a patch level changes nothing in the files, so it must not look like a change.
     version = version_text(options.haproxy_version[:2])
-    digest = hashlib.sha256(config).hexdigest()
-    header = (
-        f"# Written by kura-shaper for HAProxy {version}; change the tenants document instead.\n# sha256 {digest}\n\n"
-    )
+    header = f"# Written by kura-shaper for HAProxy {version}; change the tenants document instead.\n\n"
     files = {**map_files(document), **certificate_list(document, options)}
     return GatewayConfig.with_manifest({**files, CONFIG_FILE: header.encode("ascii") + config}, version=version)
+
+
+def _with_id(config: bytes) -> bytes:
+    """Put the digest of the text where it says who it is: a running gateway can then be asked what it was given."""
+    return config.replace(NO_CONFIG_ID.encode("ascii"), config_digest(config).encode("ascii"), 1)
+
+
+def _check_descriptors(sections: tuple[Section, ...], options: GatewayOptions) -> None:
+    """Refuse what HAProxy finds out when it starts, and says as "Cannot raise FD limit"."""
+    needed = descriptors_needed(sections, options)
+    if options.nofile is None or needed <= options.nofile:
+        return
+    most = options.maxconn - (needed - options.nofile + 5) // 6
+    remedy = f"use maxconn {most} or a higher limit" if most > 0 else "raise the limit"
+    raise UsageError(
+        f"maxconn {options.maxconn} takes {needed} descriptors of a limit of {options.nofile}", remedy=remedy
+    )
+
+
+def descriptors_needed(sections: tuple[Section, ...], options: GatewayOptions) -> int:
+    """Return how many file descriptors HAProxy asks for at its start, or a little more.
+
+    Measured with 3.0 and 3.2: two for each connection that is allowed, one for each server,
+    three for each thread, and some fifty.
+    """
+    servers = 0
+    for words in (line.words for section in sections for line in section.lines):
+        servers += int(words[2]) if words[0] == "server-template" else words[0] == "server"
+    threads = options.nbthread or _MANY_THREADS
+    return 2 * options.process_maxconn + servers + 3 * threads + 64
 
 
 def _check(document: TenantsDocument, options: GatewayOptions) -> None:
