@@ -1,14 +1,20 @@
-"""As much of X.509 as checking a configuration takes: a certificate to try with, and the names in a given one.
+"""What checking a configuration takes of X.509: a certificate to try with, and what a given one says.
 
 HAProxy refuses to read a configuration without its certificates, and the machine that
 checks one is seldom a machine that may hold them. So a throwaway takes their place. Its
 private key is the number one: nobody can mistake it for a secret.
+
+`cryptography` is imported where it is used: that takes a third of a second, and most
+commands need no certificate.
 """
 
 from __future__ import annotations
 
-import ssl
-from base64 import b64encode
+import hashlib
+import re
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 from kura_shaper.errors import UsageError
@@ -16,98 +22,89 @@ from kura_shaper.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_INTEGER, _BIT_STRING, _OCTET_STRING, _OID, _UTF8, _TIME = 0x02, 0x03, 0x04, 0x06, 0x0C, 0x18
-_SEQUENCE, _SET, _EXTENSIONS, _DNS_NAME = 0x30, 0x31, 0xA3, 0x82
+    from cryptography.x509 import Certificate
 
-_COMMON_NAME = bytes.fromhex("550403")
-_SUBJECT_ALT_NAME = bytes.fromhex("551d11")
-_ECDSA_SHA256 = bytes.fromhex("2a8648ce3d040302")
-_EC_PUBLIC_KEY = bytes.fromhex("2a8648ce3d0201")
-_P256 = bytes.fromhex("2a8648ce3d030107")
-# The curve's generator, which is the public key of the private key 1 (SEC 2, secp256r1).
-_GENERATOR = bytes.fromhex(
-    "046b17d1f2e12c4247f8bce6e563a440f277037d812deb33a0f4a13945d898c296"
-    "4fe342e2fe1a7f9b8ee7eb4a7c0f9e162bce33576b315ececbb6406837bf51f5"
-)
-_PEM_CERTIFICATE = "CERTIFICATE"
-_PEM_KEY = "PRIVATE KEY"
+_REMEDY = "give a certificate in PEM form"
+_FIRST = re.compile(r"-----BEGIN (?P<label>(?:X509 )?CERTIFICATE)-----.*?-----END (?P=label)-----", re.DOTALL)
 
 
+@cache
 def throwaway_pem() -> bytes:
-    """Return a certificate and its key that HAProxy loads, and that no client trusts: its signature is void."""
-    algorithm = _der(_SEQUENCE, _der(_OID, _ECDSA_SHA256))
-    name = _der(_SEQUENCE, _der(_SET, _der(_SEQUENCE, _der(_OID, _COMMON_NAME), _der(_UTF8, b"throwaway"))))
-    validity = _der(_SEQUENCE, _der(_TIME, b"20000101000000Z"), _der(_TIME, b"21000101000000Z"))
-    key_type = _der(_SEQUENCE, _der(_OID, _EC_PUBLIC_KEY), _der(_OID, _P256))
-    public = _der(_SEQUENCE, key_type, _der(_BIT_STRING, b"\0", _GENERATOR))
-    one = _der(_INTEGER, b"\1")
-    void = _der(_BIT_STRING, b"\0", _der(_SEQUENCE, one, one))
-    certificate = _der(_SEQUENCE, _der(_SEQUENCE, one, algorithm, name, validity, name, public), algorithm, void)
-    private = _der(_SEQUENCE, one, _der(_OCTET_STRING, (1).to_bytes(32, "big")))
-    key = _der(_SEQUENCE, _der(_INTEGER, b"\0"), key_type, _der(_OCTET_STRING, private))
-    return _pem(_PEM_CERTIFICATE, certificate) + _pem(_PEM_KEY, key)
+    """Return a self-signed certificate and its key that HAProxy loads, and that no client trusts."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    key = ec.derive_private_key(1, ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "throwaway")])
+    builder = x509.CertificateBuilder(issuer_name=name, subject_name=name, public_key=key.public_key(), serial_number=1)
+    # The clock of the machine that checks doesn't matter.
+    builder = builder.not_valid_before(datetime(2000, 1, 1, tzinfo=UTC))
+    builder = builder.not_valid_after(datetime(2100, 1, 1, tzinfo=UTC))
+    certificate = builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
+    return certificate + key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
 def dns_names(pem: str) -> tuple[str, ...]:
     """Return the DNS names in the first certificate of a PEM text. Raises UsageError when there is none to read."""
-    start = pem.find(f"-----BEGIN {_PEM_CERTIFICATE}-----")
-    end = f"-----END {_PEM_CERTIFICATE}-----"
-    stop = pem.find(end, max(start, 0))
-    if start < 0 or stop < 0:
-        raise UsageError("the file has no certificate in PEM form")
-    try:
-        der = ssl.PEM_cert_to_DER_cert(pem[start : stop + len(end)])
-        return tuple(_subject_alt_names(der))
-    except (ValueError, IndexError, StopIteration, RuntimeError) as error:
-        raise UsageError("the certificate is no X.509 that can be read") from error
+    from cryptography import x509
+
+    with _read_first(pem) as certificate:
+        try:
+            names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        except x509.ExtensionNotFound:
+            return ()
+        return tuple(names.get_values_for_type(x509.DNSName))
+
+
+def validity(pem: str) -> tuple[datetime, datetime]:
+    """Return the first and the last moment, in UTC, that the first certificate is for. Raises as `dns_names`."""
+    with _read_first(pem) as certificate:
+        return certificate.not_valid_before_utc, certificate.not_valid_after_utc
+
+
+def fingerprint(pem: str) -> str:
+    """Return the first certificate's SHA-1 as HAProxy's `show ssl cert` prints it. Raises as `dns_names`."""
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    with _read_first(pem) as certificate:
+        der = certificate.public_bytes(Encoding.DER)
+    return hashlib.sha1(der, usedforsecurity=False).hexdigest().upper()
 
 
 def covers(names: tuple[str, ...], host: str) -> bool:
-    """Tell whether one of a certificate's names stands for the host; a wildcard stands for one label."""
-    _, _, parent = host.partition(".")
-    return any(name.lower() in {host, f"*.{parent}"} for name in names)
+    """Tell whether one of a certificate's names stands for the host, in any case, with or without the root's dot.
+
+    A wildcard stands for exactly one label, the leftmost.
+    """
+    wanted = _normal(host)
+    label, _, parent = wanted.partition(".")
+    known = _all_normal(names)
+    return wanted in known or bool(label and parent and f"*.{parent}" in known)
 
 
-def _subject_alt_names(der: bytes) -> Iterator[str]:
-    certificate = _first(der)
-    fields = _elements(_first(certificate))
-    for extension in (e for tag, body in fields if tag == _EXTENSIONS for _, e in _elements(_first(body))):
-        parts = list(_elements(extension))
-        if parts[0] == (_OID, _SUBJECT_ALT_NAME):
-            names = _elements(_first(parts[-1][1]))
-            yield from (body.decode("ascii") for tag, body in names if tag == _DNS_NAME)
+# Thousands of hosts are asked about the same names one after the other.
+@lru_cache(maxsize=1)
+def _all_normal(names: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(map(_normal, names))
 
 
-def _der(tag: int, *parts: bytes) -> bytes:
-    body = b"".join(parts)
-    if len(body) < 0x80:
-        return bytes((tag, len(body))) + body
-    length = len(body).to_bytes((len(body).bit_length() + 7) // 8, "big")
-    return bytes((tag, 0x80 | len(length))) + length + body
+def _normal(name: str) -> str:
+    return name.lower().removesuffix(".")
 
 
-def _elements(der: bytes) -> Iterator[tuple[int, bytes]]:
-    position = 0
-    while position < len(der):
-        tag, size = der[position], der[position + 1]
-        position += 2
-        if size & 0x80:
-            width = size & 0x7F
-            size = int.from_bytes(der[position : position + width], "big")
-            position += width
-        if position + size > len(der):
-            raise ValueError("an element is longer than what holds it")
-        yield tag, der[position : position + size]
-        position += size
+@contextmanager
+def _read_first(pem: str) -> Iterator[Certificate]:
+    """Give the first certificate of a text; what it says is parsed only when asked for, so errors come later too."""
+    from cryptography import x509
 
-
-def _first(der: bytes) -> bytes:
-    for _, body in _elements(der):
-        return body
-    raise ValueError("nothing where an element must be")
-
-
-def _pem(label: str, der: bytes) -> bytes:
-    text = b64encode(der).decode("ascii")
-    rows = [text[start : start + 64] for start in range(0, len(text), 64)]
-    return "\n".join((f"-----BEGIN {label}-----", *rows, f"-----END {label}-----", "")).encode("ascii")
+    found = _FIRST.search(pem)
+    if found is None:
+        raise UsageError("the file has no certificate in PEM form", remedy=_REMEDY)
+    unreadable = (ValueError, x509.InvalidVersion, x509.DuplicateExtension, x509.UnsupportedGeneralNameType)
+    try:
+        # Only this block: a fault in what follows it, such as the key, is none of the certificate's.
+        yield x509.load_pem_x509_certificate(found.group().encode("utf-8"))
+    except unreadable as error:
+        raise UsageError("the certificate is no X.509 that can be read", remedy=_REMEDY) from error

@@ -2,7 +2,8 @@
 
 `haproxy -c` opens no socket and checks no capability, so it is necessary and not enough.
 What it accepts although it is wrong is refused by the renderer; what is left for here is
-whether the certificate stands for every hostname, since HAProxy serves it for any.
+whether a certificate stands for every hostname, since HAProxy serves it for any, and
+whether it is in date. `uncovered_hosts` tells that without HAProxy.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from kura_shaper.errors import StateUnknownError, UsageError
-from kura_shaper.haproxy.certificates import covers, dns_names, throwaway_pem
+from kura_shaper.haproxy.certificates import covers, dns_names, throwaway_pem, validity
 from kura_shaper.haproxy.generation import CONFIG_FILE, GatewayConfig
 from kura_shaper.haproxy.maps import MARK_MAP, PEER_MAP, SNI_MAP, host_name
 from kura_shaper.haproxy.options import CertificateKind, version_text
@@ -49,7 +51,10 @@ class Severity(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong: in which rendered file and line, and whose, as far as that is known."""
+    """One thing that is wrong, and where and whose as far as that is known.
+
+    `file` is a rendered file's name, or a certificate's path.
+    """
 
     severity: Severity
     message: str
@@ -94,7 +99,13 @@ def check_with_haproxy(document: TenantsDocument, options: GatewayOptions, *, bi
             local, stand_ins = _stand_in(options, directory)
             config, resolver = _stand_in_resolver(render(document, local))
             findings = findings_in(config, directory, binary=binary)
-        findings += uncovered_hosts(document, options)
+        said = " ".join(finding.message for finding in findings)
+        # What HAProxy says about a file that can't be read is more than we know.
+        findings += tuple(
+            finding
+            for finding in uncovered_hosts(document, options)
+            if finding.severity is not Severity.ALERT or finding.file not in said
+        )
     except OSError as error:
         remedy = "put that right and check again, or render without the check"
         raise StateUnknownError(f"the check could not be made: {error}", remedy=remedy) from error
@@ -130,20 +141,51 @@ def parse_messages(output: str, config: GatewayConfig) -> tuple[Finding, ...]:
     return tuple(_finding(Severity(severity.lower()), text, config) for severity, text in wanted)
 
 
-def uncovered_hosts(document: TenantsDocument, options: GatewayOptions) -> tuple[Finding, ...]:
-    """Return a warning for each hostname that no certificate stands for; nothing when none is here to read."""
+def uncovered_hosts(
+    document: TenantsDocument, options: GatewayOptions, *, now: datetime | None = None
+) -> tuple[Finding, ...]:
+    """Return what is wrong with the certificates that are here: HAProxy is not needed; nothing when there are none.
+
+    A file without a certificate to read is an alert, since HAProxy will not start with it;
+    as nobody knows which hosts it was for, none is called uncovered then. A certificate
+    that `now` (with a time zone; default: the present) is out of date is a warning, and so
+    is a hostname that no certificate stands for, in date or not.
+    """
+    moment = now or datetime.now(UTC)
+    try:
+        paths = _certificates(options)
+    except OSError as error:
+        return (_unreadable(Path(options.certificate), error),)
     names: list[str] = []
-    for path in _certificates(options):
+    findings: list[Finding] = []
+    for path in paths:
         try:
-            names += dns_names(path.read_text(encoding="utf-8", errors="replace"))
-        except (OSError, UsageError):
-            # HAProxy's own message about this file says more.
-            return ()
-    if not names:
+            pem = path.read_text(encoding="utf-8", errors="replace")
+            names += dns_names(pem)
+            findings += _out_of_date(path, pem, moment)
+        except (OSError, UsageError) as error:
+            findings.append(_unreadable(path, error))
+    if not paths or any(finding.severity is Severity.ALERT for finding in findings):
+        return tuple(findings)
+    return (*findings, *_without_certificate(document, tuple(names)))
+
+
+def _out_of_date(path: Path, pem: str, now: datetime) -> tuple[Finding, ...]:
+    start, end = validity(pem)
+    if start <= now <= end:
         return ()
-    covered = tuple(names)
+    what = f"is not valid before {start:%Y-%m-%d %H:%M}" if now < start else f"expired at {end:%Y-%m-%d %H:%M}"
+    return (Finding(Severity.WARNING, f"the certificate {what} UTC", str(path)),)
+
+
+def _unreadable(path: Path, error: OSError | UsageError) -> Finding:
+    message = error.message if isinstance(error, UsageError) else f"can't be read: {error.strerror}"
+    return Finding(Severity.ALERT, message, str(path))
+
+
+def _without_certificate(document: TenantsDocument, names: tuple[str, ...]) -> tuple[Finding, ...]:
     hosts = sorted((host_name(host, path="hosts"), tenant.name) for tenant in document.tenants for host in tenant.hosts)
-    missing = ((host, tenant) for host, tenant in hosts if not covers(covered, host))
+    missing = ((host, tenant) for host, tenant in hosts if not covers(names, host))
     return tuple(Finding(Severity.WARNING, f"no certificate for {host}", tenant=tenant) for host, tenant in missing)
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path, PurePosixPath
 
 import pytest
 import trustme
 
-from kura_shaper.errors import StateUnknownError, UsageError
+from kura_shaper.errors import StateUnknownError
 from kura_shaper.haproxy.binary import HaproxyBinary, HaproxyMissingError, find_haproxy, read_version
-from kura_shaper.haproxy.certificates import covers, dns_names, throwaway_pem
+from kura_shaper.haproxy.certificates import throwaway_pem
 from kura_shaper.haproxy.check import Finding, Severity, check_with_haproxy, parse_messages, uncovered_hosts
 from kura_shaper.haproxy.generation import CONFIG_FILE, GatewayConfig
 from kura_shaper.haproxy.options import CertificateKind, GatewayOptions, VersionTooOldError
@@ -151,52 +152,113 @@ def test_a_finding_reads_as_one_line() -> None:
     assert str(Finding(Severity.WARNING, "general")) == "warning: general"
 
 
-def test_names_of_a_certificate_are_read_without_its_key() -> None:
-    hosts = ["*.kura.example", *(f"host-{n}.cache.example" for n in range(40))]
-    leaf, *_ = trustme.CA().issue_cert(*hosts, "192.0.2.1").cert_chain_pems
-    assert dns_names("some text\n" + leaf.bytes().decode()) == tuple(hosts)
-    assert dns_names(throwaway_pem().decode()) == ()
+OLD = datetime(2000, 1, 1, tzinfo=UTC)
+NOW = datetime(2026, 6, 1, tzinfo=UTC)
+ACME = TenantsDocument("test", (Tenant("acme", 0x100, Rate(0), Rate(8), ("acme.kura.example", "Acme.cache.example.")),))
 
 
-@pytest.mark.parametrize(
-    "pem",
-    [
-        "",
-        "-----BEGIN CERTIFICATE-----\n",
-        "-----BEGIN CERTIFICATE-----\nMAA=\n-----END CERTIFICATE-----\n",
-        "-----BEGIN CERTIFICATE-----\nMIL/////\n-----END CERTIFICATE-----\n",
-        "-----BEGIN CERTIFICATE-----\n!\n-----END CERTIFICATE-----\n",
-        "-----BEGIN CERTIFICATE-----\n-----END CERTIFICATE-----\n",
-    ],
-)
-def test_what_is_no_certificate_is_refused(pem: str) -> None:
-    with pytest.raises(UsageError):
-        dns_names(pem)
+def pem(*names: str, start: datetime = NOW - timedelta(days=1), end: datetime = NOW + timedelta(days=1)) -> bytes:
+    """A certificate for these names, without its key."""
+    issued = trustme.CA().issue_cert(*names, not_before=start, not_after=end)
+    leaf: bytes = issued.cert_chain_pems[0].bytes()
+    return leaf
 
 
-def test_a_wildcard_stands_for_one_label() -> None:
-    names = ("*.kura.example", "Cache.example")
-    assert covers(names, "acme.kura.example")
-    assert covers(names, "cache.example")
-    assert not covers(names, "a.b.kura.example")
-    assert not covers(names, "kura.example")
-    assert not covers(names, "acme.cache.example")
+def file_options(path: Path) -> GatewayOptions:
+    return GatewayOptions((3, 0, 11), certificate=PurePosixPath(path))
+
+
+def directory_options(path: Path) -> GatewayOptions:
+    return replace(file_options(path), certificate_kind=CertificateKind.DIRECTORY)
 
 
 def test_hosts_without_a_certificate_are_found(tmp_path: Path) -> None:
-    tenant = Tenant("acme", 0x100, Rate(0), Rate(8), ("acme.kura.example", "Acme.cache.example."))
-    document = TenantsDocument("test", (tenant,))
     path = tmp_path / "tls.pem"
-    options = GatewayOptions((3, 0, 11), certificate=PurePosixPath(path))
-    assert uncovered_hosts(document, options) == ()
-    path.write_bytes(trustme.CA().issue_cert("*.kura.example").cert_chain_pems[0].bytes())
+    assert uncovered_hosts(ACME, file_options(path), now=NOW) == ()
+    path.write_bytes(pem("*.kura.example"))
     missing = (Finding(Severity.WARNING, "no certificate for acme.cache.example", tenant="acme"),)
-    assert uncovered_hosts(document, options) == missing
-    folder = replace(options, certificate=PurePosixPath(tmp_path), certificate_kind=CertificateKind.DIRECTORY)
+    assert uncovered_hosts(ACME, file_options(path), now=NOW) == missing
     (tmp_path / "tls.key").write_text("not looked at")
-    assert uncovered_hosts(document, folder) == missing
-    (tmp_path / "more.pem").write_bytes(trustme.CA().issue_cert("acme.cache.example").cert_chain_pems[0].bytes())
-    assert uncovered_hosts(document, folder) == ()
+    (tmp_path / ".hidden").write_text("not looked at")
+    assert uncovered_hosts(ACME, directory_options(tmp_path), now=NOW) == missing
+    (tmp_path / "more.pem").write_bytes(pem("acme.cache.example"))
+    assert uncovered_hosts(ACME, directory_options(tmp_path), now=NOW) == ()
+
+
+def test_where_no_certificate_is_there_is_nothing_to_say(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "absent"):
+        assert uncovered_hosts(ACME, file_options(path)) == ()
+        assert uncovered_hosts(ACME, directory_options(path)) == ()
+
+
+def test_a_certificate_without_names_stands_for_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "tls.pem"
+    path.write_bytes(throwaway_pem())
+    findings = uncovered_hosts(ACME, file_options(path), now=NOW)
+    assert [finding.message for finding in findings] == [
+        "no certificate for acme.cache.example",
+        "no certificate for acme.kura.example",
+    ]
+
+
+def test_a_file_that_holds_no_certificate_is_an_alert_and_no_host_is_called_uncovered(tmp_path: Path) -> None:
+    good, bad = tmp_path / "a.pem", tmp_path / "b.pem"
+    good.write_bytes(pem("*.kura.example"))
+    for content, message in (
+        (b"\xff\x00 no PEM", "the file has no certificate in PEM form"),
+        (throwaway_pem().replace(b"M", b"N"), "the certificate is no X.509 that can be read"),
+    ):
+        bad.write_bytes(content)
+        alert = (Finding(Severity.ALERT, message, str(bad)),)
+        assert uncovered_hosts(ACME, file_options(bad), now=NOW) == alert
+        assert uncovered_hosts(ACME, directory_options(tmp_path), now=NOW) == alert
+    assert str(alert[0]) == f"{bad}: alert: the certificate is no X.509 that can be read"
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"), [("/proc/self/mem", "Input/output error"), ("/" + "x" * 300, "File name too long")]
+)
+def test_a_certificate_that_can_not_be_read_is_an_alert(path: str, reason: str) -> None:
+    alert = Finding(Severity.ALERT, f"can't be read: {reason}", path)
+    assert uncovered_hosts(ACME, file_options(Path(path)), now=NOW) == (alert,)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "message"),
+    [
+        (timedelta(0), timedelta(0), ""),
+        (timedelta(days=-9), timedelta(seconds=-1), "the certificate expired at 2026-05-31 23:59 UTC"),
+        (timedelta(minutes=1), timedelta(days=9), "the certificate is not valid before 2026-06-01 00:01 UTC"),
+    ],
+)
+def test_a_certificate_out_of_date_is_a_warning(tmp_path: Path, start: timedelta, end: timedelta, message: str) -> None:
+    path = tmp_path / "tls.pem"
+    path.write_bytes(pem("*.kura.example", "acme.cache.example", start=NOW + start, end=NOW + end))
+    wanted = (Finding(Severity.WARNING, message, str(path)),) if message else ()
+    assert uncovered_hosts(ACME, file_options(path), now=NOW) == wanted
+    # HAProxy may serve it all the same when there is another for the same name.
+    (tmp_path / "more.pem").write_bytes(pem("acme.kura.example"))
+    assert uncovered_hosts(ACME, directory_options(tmp_path), now=NOW) == wanted
+
+
+def test_the_date_is_the_present_one_where_none_is_given(tmp_path: Path) -> None:
+    path = tmp_path / "tls.pem"
+    path.write_bytes(pem("*.kura.example", "acme.cache.example", start=OLD, end=OLD + timedelta(days=366)))
+    assert [f.message for f in uncovered_hosts(ACME, file_options(path))] == [
+        "the certificate expired at 2001-01-01 00:00 UTC"
+    ]
+
+
+def test_beside_haproxy_a_broken_certificate_is_told_once(tmp_path: Path) -> None:
+    path = tmp_path / "none.pem"
+    path.write_text("no PEM")
+    options = local_options(tmp_path)
+    named = stub(tmp_path / "haproxy", f"echo \"[ALERT]    (1) : config : can't load '{path}'\"; exit 1")
+    messages = [finding.message for finding in check_with_haproxy(DNS_BACKENDS, options, binary=named).findings]
+    assert messages == [f"can't load '{path}'"]
+    silent = stub(tmp_path / "haproxy", "exit 0")
+    messages = [finding.message for finding in check_with_haproxy(DNS_BACKENDS, options, binary=silent).findings]
+    assert messages == ["the file has no certificate in PEM form"]
 
 
 def test_a_check_uses_none_of_this_machines_resolvers(tmp_path: Path) -> None:
