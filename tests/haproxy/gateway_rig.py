@@ -8,7 +8,6 @@ process whose sockets were made inside.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import shutil
@@ -16,7 +15,6 @@ import socket
 import ssl
 import subprocess
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from ipaddress import ip_network
@@ -31,18 +29,18 @@ from kura_shaper.haproxy.binary import HaproxyBinary, HaproxyMissingError, find_
 from kura_shaper.haproxy.options import GatewayOptions, VersionTooOldError
 from kura_shaper.haproxy.render import render
 from kura_shaper.haproxy.write import write_generation
+from kura_shaper.lab.isolation import inside
 from kura_shaper.tenants.document import Backends, Endpoint, Tenant, TenantsDocument
 from kura_shaper.units import Rate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 # The branches that the gateway is made for; scripts/setup brings both.
 VERSIONS = ("3.0", "3.2")
 RUN_DIRECTORY = "/mnt"
 HTTPS_PORT, PEER_PORT = 443, 7443
 SLOW_CEILING = Rate.parse("40M")
-_CLONE_NEWNET = 0x40000000
 _MARK = re.compile(r"fwmark:(0x[0-9a-f]+)")
 
 
@@ -97,6 +95,7 @@ class Namespace:
         self._holder.stdin.flush()
         self._holder.stdout.readline()
         self._path = f"/proc/{self._holder.pid}/ns"
+        self.network = Path(self._path, "net")
         # With loopback's usual 64 KiB, a write of 16 KiB waits 200 ms for the rest of its segment.
         self.run("ip", "link", "set", "lo", "mtu", "1500", "up")
         # HAProxy's sockets go here: root's other directories may be closed to the account it runs as.
@@ -116,24 +115,19 @@ class Namespace:
         """Run a program inside and return its output."""
         return subprocess.run(self.command(*words), check=True, capture_output=True, text=True, timeout=20).stdout
 
-    def tcp_socket(self, family: socket.AddressFamily = socket.AF_INET) -> socket.socket:
-        """Return a TCP socket of this network. A thread of its own enters, so this process stays where it is."""
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(self._tcp_socket, family).result()
+    def spawn(self, *words: str, **options: Any) -> subprocess.Popen[bytes]:
+        """Start a program in this network, as a child of this process that dies with it."""
+        command = ["setpriv", "--pdeathsig", "KILL", "nsenter", f"--net={self.network}", *words]
+        return subprocess.Popen(command, **options)
 
-    def _tcp_socket(self, family: socket.AddressFamily) -> socket.socket:
-        libc = ctypes.CDLL(None, use_errno=True)
-        descriptor = os.open(f"{self._path}/net", os.O_RDONLY)
-        try:
-            if libc.setns(descriptor, _CLONE_NEWNET) != 0:
-                raise OSError(ctypes.get_errno(), "setns")
-            return socket.socket(family, socket.SOCK_STREAM)
-        finally:
-            os.close(descriptor)
+    def new_socket(self, family: socket.AddressFamily, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
+        """Return a socket of this network."""
+        with inside(self.network):
+            return socket.socket(family, kind)
 
     def listen(self, endpoint: Endpoint) -> socket.socket:
         """Return a socket that listens inside."""
-        listener = self.tcp_socket()
+        listener = self.new_socket(socket.AF_INET)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((endpoint.host, endpoint.port))
         listener.listen(64)
@@ -150,7 +144,7 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True)
 class GatewayRig:
-    """A running gateway, and the means to be its client."""
+    """A running gateway, and the means to be its client: on its own machine, or on another that it has a wire to."""
 
     namespace: Namespace
     client: ssl.SSLContext
@@ -158,17 +152,20 @@ class GatewayRig:
     log: Path
     master_socket: str
     document: TenantsDocument
+    clients: Namespace
+    address: str = "127.0.0.1"
 
     def curl(self, url: str, *options: str) -> subprocess.CompletedProcess[str]:
         """Get a URL whose host is at the gateway. The output is `STATUS HTTP-VERSION BODY`."""
         form = ("--write-out", "%{stderr}%{http_code} %{http_version}", "--cacert", str(self.ca_file))
-        where = ("--connect-to", f"::127.0.0.1:{PEER_PORT if ':7443' in url else HTTPS_PORT}", "--max-time", "10")
-        command = self.namespace.command("curl", "--silent", *form, *where, *options, url)
+        where = ("--connect-to", f"::{self.address}:{PEER_PORT if ':7443' in url else HTTPS_PORT}", "--max-time", "10")
+        command = self.clients.command("curl", "--silent", *form, *where, *options, url)
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
 
-    def connect(self, port: int, *, address: str = "127.0.0.1", source: str = "") -> socket.socket:
+    def connect(self, port: int, *, address: str = "", source: str = "") -> socket.socket:
         """Return a TCP connection to the gateway."""
-        plain = self.namespace.tcp_socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        address = address or self.address
+        plain = self.clients.new_socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         plain.settimeout(10)
         if source:
             plain.bind((source, 0))
@@ -220,9 +217,19 @@ def _ask(address: str, command: str) -> str:
 
 @contextmanager
 def running_gateway(
-    directory: Path, *, version: str, document: TenantsDocument = DOCUMENT, **changes: Any
+    directory: Path,
+    *,
+    version: str,
+    document: TenantsDocument = DOCUMENT,
+    start_servers: Callable[[ExitStack, GatewayRig, trustme.CA], None] | None = None,
+    launcher: Sequence[str] = (),
+    **changes: Any,
 ) -> Iterator[GatewayRig]:
-    """Yield a gateway that answers for a document, with its tenants' servers. Changes are to its GatewayOptions."""
+    """Yield a gateway that answers for a document, with its tenants' servers. Changes are to its GatewayOptions.
+
+    `start_servers` brings other servers than threads that say who they are; `launcher` is
+    what HAProxy is started with.
+    """
     ca = trustme.CA()
     hosts = sorted(host for tenant in document.tenants for host in tenant.hosts)
     certificate = ca.issue_cert("*.kura.test", *hosts)
@@ -246,23 +253,25 @@ def running_gateway(
     with ExitStack() as stack:
         namespace = Namespace()
         stack.callback(namespace.close)
-        _start_servers(stack, namespace, document, ca)
         log = directory / "haproxy.log"
+        master = f"{namespace.root}{RUN_DIRECTORY}/master.sock"
+        client = ssl.create_default_context(cafile=directory / "ca.pem")
+        rig = GatewayRig(namespace, client, directory / "ca.pem", log, master, document, namespace)
+        (start_servers or _start_servers)(stack, rig, ca)
         config = str(options.directory / "haproxy.cfg")
-        command = namespace.command(str(binary.path), "-W", "-S", f"{RUN_DIRECTORY}/master.sock", "-f", config)
+        haproxy = (str(binary.path), "-W", "-S", f"{RUN_DIRECTORY}/master.sock", "-f", config)
+        command = namespace.command(*launcher, *haproxy)
         output = stack.enter_context(log.open("wb"))
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         stack.callback(process.wait, 10)
         stack.callback(process.terminate)
-        master = f"{namespace.root}{RUN_DIRECTORY}/master.sock"
-        client = ssl.create_default_context(cafile=directory / "ca.pem")
-        rig = GatewayRig(namespace, client, directory / "ca.pem", log, master, document)
         _wait_until_open(rig, process)
         yield rig
 
 
-def _start_servers(stack: ExitStack, namespace: Namespace, document: TenantsDocument, ca: trustme.CA) -> None:
-    for tenant in document.tenants:
+def _start_servers(stack: ExitStack, rig: GatewayRig, ca: trustme.CA) -> None:
+    namespace = rig.namespace
+    for tenant in rig.document.tenants:
         backends, name = tenant.backends, tenant.name
         assert backends.http is not None
         assert backends.grpc is not None
