@@ -70,16 +70,26 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What was found, and in `notes` what was put in place of things that this machine lacks."""
+    """What was found, and in `notes` what was put in place of things that this machine lacks.
+
+    `refusals` keep a gateway from starting with these files. `cautions` are about certificates: it
+    starts, and serves whom it can.
+    """
 
     version: tuple[int, int, int]
-    findings: tuple[Finding, ...] = ()
+    refusals: tuple[Finding, ...] = ()
+    cautions: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Everything that was found."""
+        return (*self.refusals, *self.cautions)
+
+    @property
     def passed(self) -> bool:
-        """True when nothing was found."""
-        return not self.findings
+        """True when a gateway starts with these files."""
+        return not self.refusals
 
 
 def check_with_haproxy(document: TenantsDocument, options: GatewayOptions, *, binary: HaproxyBinary) -> CheckReport:
@@ -98,18 +108,16 @@ def check_with_haproxy(document: TenantsDocument, options: GatewayOptions, *, bi
             directory = Path(name)
             local, stand_ins = _stand_in(options, directory)
             config, resolver = _stand_in_resolver(render(document, local))
-            findings = findings_in(config, directory, binary=binary)
-        said = " ".join(finding.message for finding in findings)
-        # What HAProxy says about a file that can't be read is more than we know.
-        findings += tuple(
-            finding
-            for finding in uncovered_hosts(document, options)
-            if finding.severity is not Severity.ALERT or finding.file not in said
-        )
+            refusals = findings_in(config, directory, binary=binary)
+        certificates = uncovered_hosts(document, options)
     except OSError as error:
         remedy = "put that right and check again, or render without the check"
         raise StateUnknownError(f"the check could not be made: {error}", remedy=remedy) from error
-    return CheckReport(binary.version, findings, (*notes, *stand_ins, *resolver))
+    said = " ".join(finding.message for finding in refusals)
+    # What HAProxy says about a file that can't be read is more than we know.
+    unread = (f for f in certificates if f.severity is Severity.ALERT and f.file not in said)
+    cautions = tuple(finding for finding in certificates if finding.severity is Severity.WARNING)
+    return CheckReport(binary.version, (*refusals, *unread), cautions, (*notes, *stand_ins, *resolver))
 
 
 def findings_in(config: GatewayConfig, directory: Path, *, binary: HaproxyBinary) -> tuple[Finding, ...]:
@@ -153,7 +161,7 @@ def uncovered_hosts(
     """
     moment = now or datetime.now(UTC)
     try:
-        paths = _certificates(options)
+        paths = certificate_files(options)
     except OSError as error:
         return (_unreadable(Path(options.certificate), error),)
     names: list[str] = []
@@ -189,7 +197,8 @@ def _without_certificate(document: TenantsDocument, names: tuple[str, ...]) -> t
     return tuple(Finding(Severity.WARNING, f"no certificate for {host}", tenant=tenant) for host, tenant in missing)
 
 
-def _certificates(options: GatewayOptions) -> tuple[Path, ...]:
+def certificate_files(options: GatewayOptions) -> tuple[Path, ...]:
+    """Return the certificate files that are here, as HAProxy would read them. Raises OSError."""
     path = Path(options.certificate)
     if options.certificate_kind is CertificateKind.FILE:
         return (path,) if path.is_file() else ()
@@ -203,7 +212,7 @@ def _stand_in(options: GatewayOptions, directory: Path) -> tuple[GatewayOptions,
     """Return the options with what this machine lacks replaced, each by one word, so that no line moves."""
     local = replace(options, directory=PurePosixPath(directory))
     notes: list[str] = []
-    if not _certificates(options):
+    if not certificate_files(options):
         notes.append(f"no certificate at {options.certificate}: checked with a throwaway one")
         certificate = directory / "certificates" / "throwaway.pem"
         certificate.parent.mkdir()

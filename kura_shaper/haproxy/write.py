@@ -33,7 +33,7 @@ from kura_shaper.errors import RefusedError, StateUnknownError, UsageError
 from kura_shaper.haproxy.generation import EMPTY, MANIFEST_FILE, GatewayConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 CURRENT = "current"
@@ -52,12 +52,12 @@ class Written(Enum):
     SWITCHED = "switched"
 
 
-def write_generation(config: GatewayConfig, directory: Path) -> Written:
+def write_generation(config: GatewayConfig, directory: Path, *, keep: frozenset[str] = frozenset()) -> Written:
     """Make the configuration the one in force under the directory; do nothing when it is already.
 
-    Keeps the last five generations. Raises UsageError when the path is no directory, and
-    RefusedError when something that is not ours is in the way or the disk refuses: what
-    was in force then still is.
+    Keeps the last five generations, and those whose names are in `keep`. Raises UsageError
+    when the path is no directory, and RefusedError when something that is not ours is in
+    the way or the disk refuses: what was in force then still is.
     """
     try:
         with suppress(FileExistsError, NotADirectoryError):
@@ -70,7 +70,7 @@ def write_generation(config: GatewayConfig, directory: Path) -> Written:
             with suppress(FileExistsError):
                 os.mkdir(GENERATIONS, 0o755, dir_fd=top)
             with _opened(GENERATIONS, within=top) as generations:
-                return _write(config, top=top, generations=generations, in_force=in_force)
+                return _write(config, top=top, generations=generations, in_force=in_force, keep=keep)
     except OSError as error:
         message = f"{directory}: generation {config.generation} was not written: {error}"
         raise RefusedError(message, remedy="put that right and try again; what was in force still is") from error
@@ -98,7 +98,37 @@ def read_generation(directory: Path) -> GatewayConfig:
         raise StateUnknownError(message, remedy="make that readable, or move it away") from error
 
 
-def _write(config: GatewayConfig, *, top: int, generations: int, in_force: str | None) -> Written:
+def find_generation(directory: Path, is_wanted: Callable[[GatewayConfig], bool]) -> GatewayConfig | None:
+    """Return the newest kept configuration that is wanted, None when there is none. Raises StateUnknownError."""
+    try:
+        with _top(directory) as top, _opened(GENERATIONS, within=top) as generations:
+            for _, name in sorted(_ages(generations), reverse=True):
+                with suppress(OSError):
+                    config = _read(generations, name)
+                    if is_wanted(config):
+                        return config
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        message = f"{directory}: the kept generations can't be read: {error}"
+        raise StateUnknownError(message, remedy="make them readable") from error
+    return None
+
+
+def withdraw_generation(directory: Path) -> None:
+    """Take away the link `current`, so that no generation is in force. Raises RefusedError when that fails."""
+    try:
+        with _top(directory) as top:
+            fcntl.flock(top, fcntl.LOCK_EX)
+            if _target(top, directory) is not None:
+                os.unlink(CURRENT, dir_fd=top)
+                os.fsync(top)
+    except OSError as error:
+        message = f"{directory}: the generation in force was not withdrawn: {error}"
+        raise RefusedError(message, remedy="remove the link `current` by hand") from error
+
+
+def _write(config: GatewayConfig, *, top: int, generations: int, in_force: str | None, keep: frozenset[str]) -> Written:
     name = config.generation
     intact = _is_intact(config, generations)
     if intact and in_force == name:
@@ -115,7 +145,7 @@ def _write(config: GatewayConfig, *, top: int, generations: int, in_force: str |
         os.unlink(link, dir_fd=top)
         raise
     os.fsync(top)
-    _prune(generations, in_force=name)
+    _prune(generations, keep=keep | {name})
     return Written.SWITCHED
 
 
@@ -216,16 +246,20 @@ def _no_directory(directory: Path) -> UsageError:
     return UsageError(f"{directory} is no directory", remedy="name a directory, or a path where one can be made")
 
 
-def _prune(generations: int, *, in_force: str) -> None:
+def _prune(generations: int, *, keep: frozenset[str]) -> None:
     """Remove all but the newest generations, and what a write that was cut short left behind."""
-    ages: list[tuple[int, str]] = []
     for name in _names(generations):
         if _TEMPORARY.fullmatch(name):
             _remove(generations, name)
-        elif _GENERATION.fullmatch(name) and name != in_force:
-            ages.append((os.stat(name, dir_fd=generations, follow_symlinks=False).st_mtime_ns, name))
+    ages = [(age_ns, name) for age_ns, name in _ages(generations) if name not in keep]
     for _, name in sorted(ages, reverse=True)[KEPT_GENERATIONS - 1 :]:
         _remove(generations, name)
+
+
+def _ages(generations: int) -> list[tuple[int, str]]:
+    """Return when each generation was last put in force, in nanoseconds since 1970, and its name."""
+    names = [name for name in _names(generations) if _GENERATION.fullmatch(name)]
+    return [(os.stat(name, dir_fd=generations, follow_symlinks=False).st_mtime_ns, name) for name in names]
 
 
 def _remove(generations: int, name: str) -> None:

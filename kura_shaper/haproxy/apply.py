@@ -1,0 +1,353 @@
+"""From a document to a gateway that has it: decide, write, ask, read back, and keep the last good one.
+
+The order is what makes it safe. Nothing is written before HAProxy itself has read the
+new files. They are on disk before the gateway is asked for anything, since whatever it
+was only told is lost with its next reload. What was asked for is read back. And when
+the gateway does not take a reload, the files from before are in force again, so that a
+restart finds what the worker has.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kura_shaper.errors import KuraShaperError, RefusedError, UsageError
+from kura_shaper.haproxy.certificates import fingerprint
+from kura_shaper.haproxy.check import CheckReport, certificate_files, check_with_haproxy
+from kura_shaper.haproxy.decide import Decision, Kind, LocalCertificate, config_id, decide
+from kura_shaper.haproxy.generation import EMPTY, GatewayConfig, diff_text
+from kura_shaper.haproxy.maps import PEER_MAP, SNI_MAP
+from kura_shaper.haproxy.master import NotRunningError, reload
+from kura_shaper.haproxy.render import render
+from kura_shaper.haproxy.running import read_running
+from kura_shaper.haproxy.write import find_generation, read_generation, withdraw_generation, write_generation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kura_shaper.clock import Clock
+    from kura_shaper.haproxy.binary import HaproxyBinary
+    from kura_shaper.haproxy.master import Master, Workers
+    from kura_shaper.haproxy.options import GatewayOptions
+    from kura_shaper.haproxy.running import Running
+    from kura_shaper.tenants.document import TenantsDocument
+
+_LOCK = ".apply.lock"
+
+
+class Emptying(StrEnum):
+    """Whether a map that has names may lose all of them. Seldom meant, and nobody would be served."""
+
+    REFUSED = "refused"
+    ALLOWED = "allowed"
+
+
+class Outcome(StrEnum):
+    """What came of it."""
+
+    UNCHANGED = "unchanged"
+    APPLIED = "applied"
+    DEFERRED = "deferred"
+    NOT_RUNNING = "not running"
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadPolicy:
+    """How often a gateway may be reloaded: not within `interval_s`, nor while `old_workers_max` old workers serve."""
+
+    interval_s: int = 30
+    old_workers_max: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One gateway: how it is rendered, where its generations are, who answers for it, and who reads the files first.
+
+    Without `binary` HAProxy does not read them before they are in force.
+    """
+
+    options: GatewayOptions
+    directory: Path
+    master: Master
+    binary: HaproxyBinary | None = None
+    policy: ReloadPolicy = ReloadPolicy()
+    emptying: Emptying = Emptying.REFUSED
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What an apply would do. `running` is None when no gateway runs; `previous` is what was in force on disk."""
+
+    wanted: GatewayConfig
+    previous: GatewayConfig
+    decision: Decision
+    running: Running | None
+    loaded: GatewayConfig | None
+    report: CheckReport | None
+    certificates: dict[str, LocalCertificate]
+
+    @property
+    def difference(self) -> str:
+        """A unified diff from what is in force on disk."""
+        return diff_text(self.previous, self.wanted)
+
+    @property
+    def changes(self) -> bool:
+        """Whether an apply would write or ask for anything."""
+        return self.decision.kind is not Kind.NONE or self.wanted.generation != self.previous.generation
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What was done. `wait_s` says when a deferred reload may be tried again."""
+
+    outcome: Outcome
+    generation: str
+    decision: Decision
+    workers: Workers | None = None
+    wait_s: int = 0
+    notes: tuple[str, ...] = ()
+
+
+class CheckFailedError(RefusedError):
+    """HAProxy does not take the rendered files. Nothing was written; `report` says what and whose."""
+
+    code = "haproxy_check"
+
+    def __init__(self, report: CheckReport) -> None:
+        super().__init__(str(report.refusals[0]), remedy="nothing was written; what was in force still is")
+        self.report = report
+
+
+def prepare(document: TenantsDocument, site: Site) -> Prepared:
+    """Return what an apply would do; change nothing.
+
+    Raises what `render` raises, RefusedError when a map would lose all its names, and
+    StateUnknownError when the gateway or the files can't be read.
+    """
+    wanted, previous = render(document, site.options), read_generation(site.directory)
+    certificates, unread = _local_certificates(site.options)
+    try:
+        running: Running | None = read_running(site.master, site.options, certificates=tuple(certificates))
+    except NotRunningError:
+        running = None
+    if site.emptying is Emptying.REFUSED:
+        refuse_emptying(wanted, previous, running)
+    loaded: GatewayConfig | None = None
+    if running is None:
+        decision = Decision(Kind.NONE, ("no gateway runs: it reads the files when it starts",))
+    else:
+        running_id = running.config_id
+        loaded = find_generation(site.directory, lambda c: config_id(c) == running_id) if running_id else None
+        decision = decide(wanted, running, site.options, loaded=loaded, certificates=certificates)
+    decision = replace(decision, notes=(*decision.notes, *unread))
+    prepared = Prepared(wanted, previous, decision, running, loaded, None, certificates)
+    if site.binary is None or not prepared.changes:
+        return prepared
+    return replace(prepared, report=check_with_haproxy(document, site.options, binary=site.binary))
+
+
+def carry_out(prepared: Prepared, site: Site) -> Applied:
+    """Do what was prepared, read it back, and return what came of it.
+
+    A reload that the policy does not allow yet is deferred: nothing is written. Raises
+    CheckFailedError, and RefusedError when the gateway did not take it: the files from before
+    are then in force again, or it is said that they could not be.
+    """
+    decision, running = prepared.decision, prepared.running
+    if prepared.report and not prepared.report.passed:
+        raise CheckFailedError(prepared.report)
+    if running and decision.kind is Kind.RELOAD:
+        wait_s, why = _not_yet(running.workers, site.policy)
+        if why:
+            return _applied(Outcome.DEFERRED, prepared, running.workers, wait_s=wait_s, notes=(why,))
+    keep = frozenset({prepared.loaded.generation} if prepared.loaded else ())
+    write_generation(prepared.wanted, site.directory, keep=keep)
+    if running is None:
+        return _applied(Outcome.NOT_RUNNING, prepared, None)
+    if not prepared.changes:
+        return _applied(Outcome.UNCHANGED, prepared, running.workers)
+    notes: tuple[str, ...] = ()
+    if decision.kind is Kind.RUNTIME:
+        notes = _change_while_it_runs(decision, site)
+    if decision.kind is Kind.RELOAD or notes:
+        _reload(prepared, running, site)
+    after = read_running(site.master, site.options, certificates=tuple(prepared.certificates))
+    _verify(prepared, after, site, is_reloaded=decision.kind is Kind.RELOAD or bool(notes))
+    return _applied(Outcome.APPLIED, prepared, after.workers, notes=notes)
+
+
+@contextmanager
+def alone(directory: Path, clock: Clock, *, patience_s: int = 30) -> Iterator[None]:
+    """Hold the directory's lock, so that two applies do not undo each other. Raises RefusedError after a while."""
+    descriptor = -1
+    try:
+        with suppress(FileExistsError):
+            directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        _lock(descriptor, clock, patience_s)
+    except OSError as error:
+        if descriptor >= 0:
+            os.close(descriptor)
+        message = f"{directory} could not be had alone: {error.strerror}"
+        raise RefusedError(message, remedy="see whether another apply hangs") from error
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, clock: Clock, patience_s: int) -> None:
+    deadline_ns = clock.now_ns() + patience_s * 1_000_000_000
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if clock.now_ns() >= deadline_ns:
+                raise
+            clock.wait_ns(100_000_000)
+        else:
+            return
+
+
+def refuse_emptying(wanted: GatewayConfig, previous: GatewayConfig, running: Running | None) -> None:
+    """Raise RefusedError when clients had names on a plane and would have none: a source that failed looks like that."""
+    for name in (SNI_MAP, PEER_MAP):
+        had = max(
+            previous.files.get(name, b"").count(b"\n"), running.maps.get(name, b"").count(b"\n") if running else 0
+        )
+        if had and not wanted.files[name]:
+            message = f"{name} would lose all of its {had} names, and nobody would be served"
+            raise EmptyingError(message, remedy="see whether the document is whole, or allow it with --allow-empty")
+
+
+class EmptyingError(RefusedError):
+    """A map would lose all its names. What was in force still is."""
+
+    code = "empty"
+
+
+def _local_certificates(options: GatewayOptions) -> tuple[dict[str, LocalCertificate], tuple[str, ...]]:
+    """Return the certificates that can be read here, by path, and a note for each that can't."""
+    found: dict[str, LocalCertificate] = {}
+    notes = []
+    try:
+        paths = certificate_files(options)
+    except OSError as error:
+        return {}, (f"{options.certificate} can't be read here, so its content is not compared: {error.strerror}",)
+    for path in paths:
+        try:
+            pem, key = path.read_text(encoding="ascii"), path.with_suffix(".key")
+            # As HAProxy does: a key that is not in the file is beside it.
+            if "PRIVATE KEY-----" not in pem and key.is_file():
+                pem = f"{pem.rstrip()}\n{key.read_text(encoding='ascii')}"
+            found[str(path)] = LocalCertificate(fingerprint(pem), pem)
+        except (OSError, UnicodeError, UsageError) as error:
+            notes.append(f"{path} can't be read here, so its content is not compared: {error}")
+    return found, tuple(notes)
+
+
+def _not_yet(workers: Workers, policy: ReloadPolicy) -> tuple[int, str]:
+    """Return how long to wait for a reload and why, (0, "") when it may be now."""
+    if len(workers.old) >= policy.old_workers_max:
+        count = len(workers.old)
+        words = f"{count} old workers still serve, and each has a bucket of its own for every ceiling"
+        return max(policy.interval_s, 1), f"{words}; a further reload waits for them"
+    wait_s = policy.interval_s - workers.current.age_s
+    if wait_s > 0:
+        return wait_s, f"the last reload was {workers.current.age_s} s ago, and {policy.interval_s} s lie between two"
+    return 0, ""
+
+
+def _change_while_it_runs(decision: Decision, site: Site) -> tuple[str, ...]:
+    """Ask for each step; return why that was not enough, () when it was."""
+    for step in decision.steps:
+        try:
+            step.perform(site.master)
+        except RefusedError as error:
+            # The files are written, so a reload brings what a step did not.
+            return (f"reloaded, since a change while it runs was refused: {error.message}",)
+    return ()
+
+
+def _reload(prepared: Prepared, running: Running, site: Site) -> None:
+    state = Path(site.options.servers_state)
+    _write_servers_state(state, running)
+    try:
+        reload(site.master)
+    except KuraShaperError as error:
+        _put_back(prepared, site, error)
+        raise
+    finally:
+        # It says what is true now; a start next week must not read it.
+        with suppress(OSError):
+            state.unlink()
+
+
+def _write_servers_state(path: Path, running: Running) -> None:
+    """Leave the addresses of DNS names for the new worker. Only those: everything else the files know better."""
+    rows = [server.row for server in running.servers.values() if server.fqdn and server.address]
+    if not rows:
+        return
+    temporary = path.with_suffix(".new")
+    with suppress(OSError):
+        # Without it the new worker asks for the addresses first, which takes it a moment.
+        temporary.write_text(running.servers_head + "".join(f"{row}\n" for row in rows), encoding="ascii")
+        temporary.replace(path)
+
+
+def _put_back(prepared: Prepared, site: Site, why: KuraShaperError) -> None:
+    """Put what was in force before in force again: on disk, so that a restart finds it, and in the worker."""
+    good = prepared.previous if prepared.previous != prepared.wanted else prepared.loaded
+    try:
+        if good is None or good == EMPTY:
+            withdraw_generation(site.directory)
+            return
+        write_generation(good, site.directory)
+        if prepared.decision.steps:
+            now = read_running(site.master, site.options)
+            for step in decide(good, now, site.options, loaded=prepared.loaded).steps:
+                step.perform(site.master)
+    except KuraShaperError as error:
+        message = f"{why.message}; and the files from before could not be put back: {error.message}"
+        raise RefusedError(message, remedy="put back the link `current` by hand before the gateway restarts") from why
+
+
+def _verify(prepared: Prepared, after: Running, site: Site, *, is_reloaded: bool) -> None:
+    """Raise RefusedError unless the gateway says that it has what was wanted."""
+    loaded = prepared.wanted if is_reloaded else prepared.loaded
+    if is_reloaded and after.config_id != config_id(prepared.wanted):
+        raise RefusedError(
+            f"after the reload the gateway runs configuration {after.config_id or 'of somebody else'}",
+            remedy=f"see whether its -f names {site.options.file('haproxy.cfg')}",
+        )
+    left = decide(prepared.wanted, after, site.options, loaded=loaded, certificates=prepared.certificates)
+    if left.kind is not Kind.NONE:
+        raise RefusedError(
+            f"the gateway took everything, and does not have it: {'; '.join(left.reasons[:3])}",
+            remedy="see its log, and apply again",
+        )
+
+
+def _applied(
+    outcome: Outcome,
+    prepared: Prepared,
+    workers: Workers | None,
+    *,
+    wait_s: int = 0,
+    notes: tuple[str, ...] = (),
+) -> Applied:
+    return Applied(
+        outcome=outcome,
+        generation=prepared.wanted.generation,
+        decision=prepared.decision,
+        workers=workers,
+        wait_s=wait_s,
+        notes=notes,
+    )
