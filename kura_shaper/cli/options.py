@@ -17,6 +17,15 @@ from kura_shaper.units import Rate
 TenantsFile = Annotated[
     Path, typer.Option("--tenants", metavar="F", help="The tenants document.", envvar="KURA_SHAPER_TENANTS")
 ]
+OverlayFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--overlay",
+        metavar="F",
+        help="Other ports and names of the gateway, for one beside an old one.",
+        envvar="KURA_SHAPER_OVERLAY",
+    ),
+]
 DeviceName = Annotated[
     str, typer.Option("--device", metavar="D", help="The device that bytes leave by.", envvar="KURA_SHAPER_DEVICE")
 ]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kura_shaper.cli import options, show
 from kura_shaper.clock import SystemClock
-from kura_shaper.errors import RefusedError, StateUnknownError
+from kura_shaper.errors import RefusedError, StateUnknownError, UsageError
 from kura_shaper.kernel.apply import apply_document, remove_tree
 from kura_shaper.kernel.client import TcClient
 from kura_shaper.kernel.device import KernelTrafficControl
@@ -68,11 +67,13 @@ def plan(
     host_reserve: options.HostReserve = options.DEFAULT_RESERVE,
     allow_disruption: AllowDisruption = False,
     take_over: TakeOver = False,
+    overlay: options.OverlayFile = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Show what `apply` would do: operations in order, each with its impact. 1: there are some."""
     settings = _settings(budget, host_reserve, shape=shape, queues=shaped_queues, leaf=leaf, host_traffic=host_traffic)
-    request = _request(tenants, device, settings, _permission(allow_disruption=allow_disruption, take_over=take_over))
+    permission = _permission(allow_disruption=allow_disruption, take_over=take_over)
+    request = _request(load_tenants(tenants, overlay=overlay), device, settings, permission)
     raise typer.Exit(_print_plan(request, as_json=as_json))
 
 
@@ -89,11 +90,13 @@ def apply(
     allow_disruption: AllowDisruption = False,
     take_over: TakeOver = False,
     state_dir: options.StateDirectory = options.DEFAULT_STATE,
+    overlay: options.OverlayFile = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Bring the device to the wanted tree and read every operation back. A second run makes none."""
     settings = _settings(budget, host_reserve, shape=shape, queues=shaped_queues, leaf=leaf, host_traffic=host_traffic)
-    request = _request(tenants, device, settings, _permission(allow_disruption=allow_disruption, take_over=take_over))
+    permission = _permission(allow_disruption=allow_disruption, take_over=take_over)
+    request = _request(load_tenants(tenants, overlay=overlay), device, settings, permission)
     if dry_run:
         raise typer.Exit(_print_plan(request, as_json=as_json))
     clock = SystemClock()
@@ -123,13 +126,16 @@ def status(
     leaf: options.WantedLeaf = None,
     host_traffic: options.WantedHostTraffic = None,
     host_reserve: options.WantedHostReserve = None,
+    overlay: options.OverlayFile = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Show what the kernel has: shape, steering, classes, counters, and drift.
 
     In shape mq a few frames of its own prove the steering. 1: no tree of ours, drift, or no proof.
     """
-    document = load_tenants(tenants) if tenants else None
+    if overlay and not tenants:
+        raise UsageError("--overlay has no document to lie over", remedy="give --tenants too")
+    document = load_tenants(tenants, overlay=overlay) if tenants else None
     found = read_device(device)
     clock = SystemClock()
     with TcClient() as client:
@@ -194,9 +200,8 @@ def _permission(*, allow_disruption: bool, take_over: bool) -> Permission:
     return permission
 
 
-def _request(tenants: Path, device: str, settings: TreeSettings, permission: Permission) -> _Request:
+def _request(document: TenantsDocument, device: str, settings: TreeSettings, permission: Permission) -> _Request:
     # The document and the settings first: what is wrong there must not need a privilege to be said.
-    document = load_tenants(tenants)
     check_settings(settings)
     return _Request(read_device(device), document, settings, probe(), permission)
 

@@ -2,8 +2,9 @@
 
 The text is read as a stream of YAML events, never as Python objects: aliases, anchors,
 tags and deep nesting are refused when they appear, before they can cost anything, and
-every value keeps its line. What one value may be is told in `tenants.check`; here
-stands what the document may say as a whole.
+every value keeps its line. What one value may be is told in `tenants.check`, what holds
+of a whole document in `tenants.rules`; here stands what the document may say. An overlay
+(`tenants.overlay`) is read the same way.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from typing import TYPE_CHECKING, NoReturn
 import yaml
 
 from kura_shaper.errors import DocumentError, UsageError
-from kura_shaper.tenants import check
+from kura_shaper.tenants import check, rules
 from kura_shaper.tenants.check import Claims, Mapping, Reading, Scalar, Sequence, Value
-from kura_shaper.tenants.document import GATEWAY_PORTS_MAX, Backends, Endpoint, Gateway, Tenant, TenantsDocument
+from kura_shaper.tenants.document import Backends, Endpoint, Gateway, Tenant, TenantsDocument
 from kura_shaper.tenants.marks import MarkLayout, known_mark_user, require_free_bits
+from kura_shaper.tenants.overlay import overlaid
 from kura_shaper.units import Rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
     from pathlib import Path
 
-API_VERSION = "kura-shaper/v1"
 KIND = "Tenants"
 SIZE_BYTES_MAX = 16 * 1024 * 1024
 DEPTH_MAX = 20
@@ -52,8 +53,22 @@ _NOT_IN_YAML = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufefe\uff00-\
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,39}", re.ASCII)
 
 
-def load_tenants(path: Path) -> TenantsDocument:
-    """Return the checked tenants document in a file. Raises DocumentError."""
+def load_tenants(path: Path, *, overlay: Path | None = None) -> TenantsDocument:
+    """Return the checked tenants document in a file, as an overlay changes it. Raises DocumentError."""
+    return parse_tenants(_text(path), file=str(path), overlay=overlay)
+
+
+def parse_tenants(text: str, *, file: str, overlay: Path | None = None) -> TenantsDocument:
+    """Return the checked tenants document in a text, as an overlay changes it; `file` only names the text.
+
+    Raises DocumentError, which names the file of the two that is to blame.
+    """
+    document = _document(_root(text, file=file))
+    return document if overlay is None else overlaid(document, _root(_text(overlay), file=str(overlay)))
+
+
+def _text(path: Path) -> str:
+    """Return the text in a file. Raises DocumentError."""
     file = _one_line(str(path))
     try:
         with path.open("rb") as stream:
@@ -64,15 +79,14 @@ def load_tenants(path: Path) -> TenantsDocument:
         raise DocumentError(f"could not be read: {reason}", file=file, remedy=remedy) from error
     _require_size(len(data), file=file)
     try:
-        text = data.decode("utf-8")
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise DocumentError("is not UTF-8", file=file, line=line, remedy="save the file as UTF-8") from error
-    return parse_tenants(text, file=file)
 
 
-def parse_tenants(text: str, *, file: str) -> TenantsDocument:
-    """Return the checked tenants document in a text; `file` only names it. Raises DocumentError."""
+def _root(text: str, *, file: str) -> Value:
+    """Return the one value that a text consists of. Raises DocumentError."""
     file = _one_line(file)
     content = text.removeprefix("\ufeff")
     _require_size(len(content), file=file)
@@ -80,7 +94,7 @@ def parse_tenants(text: str, *, file: str) -> TenantsDocument:
         line = content.count("\n", 0, stray.start()) + 1
         message = f"contains the character {stray.group()!a}"
         raise DocumentError(message, file=file, line=line, remedy="remove it: YAML has no place for it")
-    return _document(_compose(content, file=file))
+    return _compose(content, file=file)
 
 
 def _require_size(size: int, *, file: str) -> None:
@@ -129,7 +143,7 @@ def _compose(content: str, *, file: str) -> Value:
                     composer.refuse(event, "", message="a second document starts here", remedy="keep one for each file")
                 root = composer.value(next(events), path="", depth=1)
     if root is None or (isinstance(root, Scalar) and root.reading is Reading.NOTHING):
-        raise DocumentError("is empty", file=file, remedy=f"start with apiVersion: {API_VERSION}")
+        raise DocumentError("is empty", file=file, remedy=f"start with apiVersion: {rules.API_VERSION}")
     return root
 
 
@@ -225,10 +239,7 @@ class _Region:
 
 
 def _document(root: Value) -> TenantsDocument:
-    for key, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
-        # Before anything else: in a document of another kind every other remark would mislead.
-        if isinstance(root, Mapping) and key in root.entries:
-            check.text(root.entries[key], partial(_constant, wanted=wanted))
+    rules.require_kind(root, KIND)
     required, optional = ("apiVersion", "kind", "region", "tenants"), ("marks", "defaults", "gateway")
     entries = check.mapping(root, required=required, optional=optional)
     name = check.text(entries["region"], partial(check.label, characters_max=REGION_CHARACTERS_MAX))
@@ -242,12 +253,6 @@ def _document(root: Value) -> TenantsDocument:
     tenants = [_tenant(value, region) for value in check.sequence(entries["tenants"])]
     tenants.sort(key=lambda tenant: tenant.class_id)
     return TenantsDocument(region=name, tenants=tuple(tenants), marks=region.marks, gateway=region.gateway)
-
-
-def _constant(content: str, *, wanted: str) -> str:
-    if content != wanted:
-        raise UsageError(f"is {check.quoted(content)}", remedy=f"this version reads {wanted}")
-    return content
 
 
 def _marks(value: Value) -> MarkLayout:
@@ -280,8 +285,7 @@ def _gateway(value: Value) -> Gateway:
             entries.get("grpc_prefixes"), check.path_prefix, claims=prefixes, otherwise=default.grpc_prefixes
         ),
     )
-    if len(gateway.ports) > GATEWAY_PORTS_MAX:
-        raise value.refused(f"has {len(gateway.ports)} ports", remedy=f"keep to {GATEWAY_PORTS_MAX} over both planes")
+    rules.require_few_ports(gateway, value)
     if len(gateway.grpc_prefixes) > GRPC_PREFIXES_MAX:
         message = f"has {len(gateway.grpc_prefixes)} prefixes"
         raise entries["grpc_prefixes"].refused(message, remedy=f"keep to {GRPC_PREFIXES_MAX} shorter ones")
@@ -311,7 +315,7 @@ def _tenant(value: Value, region: _Region) -> Tenant:
         client_cidrs=check.distinct(entries.get("client_cidrs"), check.network, claims=Claims("network")),
         backends=_backends(entries["backends"]) if "backends" in entries else Backends(),
     )
-    _require_served(tenant, entries, gateway=region.gateway)
+    rules.require_served(tenant, entries, gateway=region.gateway)
     return tenant
 
 
@@ -341,17 +345,3 @@ def _endpoint(value: Value) -> Endpoint:
     if "address" in entries:
         return check.text(entries["address"], check.address_endpoint)
     return check.text(entries["dns"], check.dns_endpoint)
-
-
-def _require_served(tenant: Tenant, entries: dict[str, Value], *, gateway: Gateway) -> None:
-    for key, hosts, ports, protocol, backend in (
-        ("hosts", tenant.hosts, gateway.https_ports, "http", tenant.backends.http),
-        ("peer_hosts", tenant.peer_hosts, gateway.peer_ports, "peer", tenant.backends.peer),
-    ):
-        if hosts and backend is None:
-            raise entries[key].refused(
-                f"nothing serves the {key} of {tenant.name}", remedy=f"add backends.{protocol}, or remove {key}"
-            )
-        if hosts and not ports:
-            remedy = f"give the gateway a port for them, or remove {key}"
-            raise entries[key].refused(f"the gateway has no port for the {key} of {tenant.name}", remedy=remedy)
