@@ -217,11 +217,10 @@ def _lock(descriptor: int, clock: Clock, patience_s: int) -> None:
 
 
 def refuse_emptying(wanted: GatewayConfig, previous: GatewayConfig, running: Running | None) -> None:
-    """Raise RefusedError when clients had names on a plane and would have none: a source that failed looks like that."""
+    """Raise EmptyingError when clients had names on a plane and would have none, as after a source that failed."""
     for name in (SNI_MAP, PEER_MAP):
-        had = max(
-            previous.files.get(name, b"").count(b"\n"), running.maps.get(name, b"").count(b"\n") if running else 0
-        )
+        sources = (previous.files, running.maps if running else {})
+        had = max(source.get(name, b"").count(b"\n") for source in sources)
         if had and not wanted.files[name]:
             message = f"{name} would lose all of its {had} names, and nobody would be served"
             raise EmptyingError(message, remedy="see whether the document is whole, or allow it with --allow-empty")

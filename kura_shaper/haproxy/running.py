@@ -68,17 +68,15 @@ def read_running(master: Master, options: GatewayOptions, *, certificates: tuple
     StateUnknownError when an answer is missing or makes no sense.
     """
     workers = parse_workers(master.ask("show proc"))
-    info = {match["key"].lower(): match["value"] for match in _INFO.finditer(master.ask("@1 show info"))}
-    version = _VERSION.match(info.get("version", ""))
-    if version is None:
-        raise StateUnknownError("the gateway's worker does not say its version", remedy="is it HAProxy at all?")
+    info = _info(master)
+    version = _version(info)
     description = info.get("description", "")
     config_id = description.removeprefix(CONFIG_ID_PREFIX) if description.startswith(CONFIG_ID_PREFIX) else ""
     head, servers = parse_servers(master.ask("@1 show servers state"))
     found = {name: parse_map(master.ask(f"@1 show map {options.file(name)}")) for name in MAPS}
     prints = {path: parse_fingerprint(master.ask(f"@1 show ssl cert {path}")) for path in certificates}
     return Running(
-        version=(int(version[1]), int(version[2]), int(version[3] or 0)),
+        version=version,
         config_id=config_id,
         workers=workers,
         maps={name: content for name, content in found.items() if content is not None},
@@ -87,6 +85,22 @@ def read_running(master: Master, options: GatewayOptions, *, certificates: tuple
         servers=servers,
         servers_head=head,
     )
+
+
+def read_version(master: Master) -> tuple[int, int, int]:
+    """Return the version of the current worker. Raises NotRunningError or StateUnknownError."""
+    return _version(_info(master))
+
+
+def _info(master: Master) -> dict[str, str]:
+    return {match["key"].lower(): match["value"] for match in _INFO.finditer(master.ask("@1 show info"))}
+
+
+def _version(info: Mapping[str, str]) -> tuple[int, int, int]:
+    match = _VERSION.match(info.get("version", ""))
+    if match is None:
+        raise StateUnknownError("the gateway's worker does not say its version", remedy="is it HAProxy at all?")
+    return int(match[1]), int(match[2]), int(match[3] or 0)
 
 
 def parse_map(text: str) -> bytes | None:
