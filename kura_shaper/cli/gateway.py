@@ -47,15 +47,13 @@ from kura_shaper.tenants.file import load_tenants
 _LEAVE = frozenset({signal.SIGTERM, signal.SIGINT})
 _LOOK_EVERY_S = 1.0
 _SHOWN_REASONS = 20
-_EPILOG = """Example:
+_EPILOG = """Example: kura-shaper render-haproxy --tenants tenants.yaml --out /etc/kura-shaper/haproxy --check
 
-kura-shaper render-haproxy --tenants tenants.yaml --out /etc/kura-shaper/haproxy --check
+In CI: kura-shaper render-haproxy --tenants tenants.yaml --out gateway --haproxy-version 3.0 --diff
 
-kura-shaper render-haproxy --tenants tenants.yaml --out gateway --haproxy-version 3.0 --diff
+Beforehand: kura-shaper render-haproxy --tenants tenants.yaml --out /etc/kura-shaper/haproxy --apply --diff
 
-kura-shaper render-haproxy --tenants tenants.yaml --out /etc/kura-shaper/haproxy --apply --diff
-
-kura-shaper render-haproxy --tenants tenants.yaml --out /etc/kura-shaper/haproxy --watch --listen 127.0.0.1:9470"""
+Beside HAProxy: kura-shaper render-haproxy --tenants tenants.yaml --out /etc/kura-shaper/haproxy --watch"""
 
 
 def register(app: typer.Typer) -> None:

@@ -222,7 +222,7 @@ def refuse_emptying(wanted: GatewayConfig, previous: GatewayConfig, running: Run
         sources = (previous.files, running.maps if running else {})
         had = max(source.get(name, b"").count(b"\n") for source in sources)
         if had and not wanted.files[name]:
-            message = f"{name} would lose all of its {had} names, and nobody would be served"
+            message = f"{name} would be empty, and has {had} names now: nobody would be served"
             raise EmptyingError(message, remedy="see whether the document is whole, or allow it with --allow-empty")
 
 

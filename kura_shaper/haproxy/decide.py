@@ -136,7 +136,8 @@ def _structure(old: Sections, new: Sections, routed: dict[str, set[str]]) -> tup
         before, after = old.get(header), new.get(header)
         match = _TENANT_SECTION.match(header)
         if match is None:
-            if before != after:
+            # Resolvers that no backend asks do no harm.
+            if before != after and not (after is None and header.startswith("resolvers ")):
                 reasons[_shared_reason(header, before, after)] = None
         elif before is None:
             reasons[f"tenant {match['tenant']}: backend {match['tenant']}_{match['plane']} is new"] = None

@@ -28,22 +28,21 @@ def process_sections(document: TenantsDocument, options: GatewayOptions) -> tupl
     """Return `global`, the defaults, the resolvers when a backend is a DNS name, and the table of ceilings."""
     backends = [tenant.backends for tenant in document.tenants]
     endpoints = (endpoint for group in backends for endpoint in (group.http, group.grpc, group.peer))
-    has_dns_names = any(endpoint is not None and endpoint.is_dns_name for endpoint in endpoints)
-    sections = [_global(options, has_dns_names=has_dns_names), *_defaults()]
-    if has_dns_names:
+    sections = [_global(options), *_defaults()]
+    if any(endpoint is not None and endpoint.is_dns_name for endpoint in endpoints):
         sections.append(_resolvers(options))
     if options.bandwidth_limit is BandwidthLimit.ON:
         sections.append(_ceilings(document))
     return tuple(sections)
 
 
-def _global(options: GatewayOptions, *, has_dns_names: bool) -> Section:
+def _global(options: GatewayOptions) -> Section:
     lines = [
         line("log stdout format raw local0 info"),
         line("description", f"{CONFIG_ID_PREFIX}{NO_CONFIG_ID}"),
         line("stats socket", str(options.admin_socket), "mode", "600", "level", "admin", "expose-fd", "listeners"),
         # Without it a new worker would answer 503 for a DNS name until it has asked for the address.
-        *((line("server-state-file", str(options.servers_state)),) if has_dns_names else ()),
+        line("server-state-file", str(options.servers_state)),
         line("master-worker no-exit-on-failure"),
         line("maxconn", str(options.process_maxconn)),
         # An old worker has a table of its own, so for as long as it lives a ceiling counts twice in the gateway.
