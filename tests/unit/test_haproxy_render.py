@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import random
+import re
 from dataclasses import replace
 from ipaddress import IPv4Address, IPv6Address, ip_network
 from pathlib import Path, PurePosixPath
@@ -20,9 +21,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kura_shaper.errors import DocumentError, KuraShaperError
+from kura_shaper.errors import DocumentError, KuraShaperError, UsageError
 from kura_shaper.haproxy.generation import CONFIG_FILE, MANIFEST_FILE, GatewayConfig, diff_text
-from kura_shaper.haproxy.options import BandwidthLimit, CertificateKind, GatewayOptions
+from kura_shaper.haproxy.options import BandwidthLimit, CertificateKind, Design, GatewayOptions
 from kura_shaper.haproxy.render import render
 from kura_shaper.tenants.document import Backends, Endpoint, Gateway, Tenant, TenantsDocument
 from kura_shaper.tenants.marks import MarkLayout
@@ -93,6 +94,10 @@ def section(config: str, header: str) -> list[str]:
                 resolvers=(Endpoint("10.96.0.10", 53),),
             ),
         ),
+        (
+            "3.2-inline",
+            replace(OPTIONS, haproxy_version=(3, 2, 26), design=Design.INLINE, wire_overhead_percent=5, h2_streams=64),
+        ),
     ],
 )
 def test_the_files_are_the_golden_ones(branch: str, options: GatewayOptions) -> None:
@@ -160,6 +165,43 @@ def test_every_plane_of_a_tenant_counts_in_its_one_bucket() -> None:
     limit = "filter bwlim-out ceiling limit 187500000 key str(acme) table ceilings min-size 16384"
     assert [row for row in (*edge, *peer) if "bwlim" in row] == [limit, limit]
     assert config.count("set-bandwidth-limit") == config.count("filter bwlim-out") == 4
+
+
+def test_inline_the_bucket_is_in_the_backends_of_requests_and_used_once_in_each() -> None:
+    config = config_of(options=replace(OPTIONS, design=Design.INLINE))
+    assert "frontend edge" not in config
+    assert "_edge" not in config
+    for name in ("acme_http", "acme_grpc"):
+        rows = section(config, f"backend {name}")
+        assert [row for row in rows if "bandwidth-limit" in row] == ["http-response set-bandwidth-limit ceiling"]
+        assert rows.index("http-response set-bandwidth-limit ceiling") > rows.index(
+            "filter bwlim-out ceiling limit 187500000 key str(acme) table ceilings min-size 16384"
+        )
+    assert "tcp-request content set-bandwidth-limit ceiling" in section(config, "backend acme_peer")
+
+
+@pytest.mark.parametrize(("percent", "limit"), [(0, 187_500_000), (5, 178_125_000), (50, 93_750_000)])
+def test_the_limit_leaves_room_for_headers(percent: int, limit: int) -> None:
+    rows = section(config_of(options=replace(OPTIONS, wire_overhead_percent=percent)), "backend acme_edge")
+    assert rows[0].startswith(f"filter bwlim-out ceiling limit {limit} ")
+
+
+def test_a_gateway_that_needs_more_descriptors_than_it_gets_is_refused_with_a_number_that_fits() -> None:
+    options = replace(OPTIONS, nbthread=4, nofile=20_000)
+    with pytest.raises(UsageError, match="maxconn 10000 takes .* descriptors of a limit of 20000") as refused:
+        render(DOCUMENT, options)
+    most = int(re.findall(r"use maxconn (\d+)", refused.value.remedy)[0])
+    assert render(DOCUMENT, replace(options, maxconn=most))
+    with pytest.raises(UsageError):
+        render(DOCUMENT, replace(options, maxconn=most + 2))
+
+
+def test_a_configuration_says_who_it_is() -> None:
+    rows = [section(config_of(document), "global")[1] for document in (DOCUMENT, with_acme(ceiling=Rate.parse("1G")))]
+    assert all(re.fullmatch(r"description kura-shaper-[0-9a-f]{16}", row) for row in rows)
+    assert rows[0] != rows[1]
+    # The maps are no part of it: they change while the gateway runs.
+    assert section(config_of(with_acme(class_id=0x2AA)), "global")[1] == rows[0]
 
 
 def test_without_the_bandwidth_limit_nothing_of_it_is_left() -> None:
