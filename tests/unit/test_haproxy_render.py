@@ -188,7 +188,7 @@ def test_the_limit_leaves_room_for_headers(percent: int, limit: int) -> None:
 
 def test_a_gateway_that_needs_more_descriptors_than_it_gets_is_refused_with_a_number_that_fits() -> None:
     options = replace(OPTIONS, nbthread=4, nofile=20_000)
-    with pytest.raises(UsageError, match="maxconn 10000 takes .* descriptors of a limit of 20000") as refused:
+    with pytest.raises(UsageError, match=r"maxconn 10000 takes \d+ descriptors of a limit of 20000") as refused:
         render(DOCUMENT, options)
     most = int(re.findall(r"use maxconn (\d+)", refused.value.remedy)[0])
     assert render(DOCUMENT, replace(options, maxconn=most))
