@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING
 
 from kura_shaper.errors import KuraShaperError, RefusedError, UsageError
 from kura_shaper.haproxy.certificates import fingerprint
-from kura_shaper.haproxy.check import CheckReport, certificate_files, check_with_haproxy
-from kura_shaper.haproxy.decide import Decision, Kind, LocalCertificate, config_id, decide
+from kura_shaper.haproxy.check import CheckReport, Severity, certificate_files, check_with_haproxy, parse_messages
+from kura_shaper.haproxy.decide import Decision, Kind, LocalCertificate, config_id, decide, dns_backends
 from kura_shaper.haproxy.generation import EMPTY, GatewayConfig, diff_text
 from kura_shaper.haproxy.maps import PEER_MAP, SNI_MAP
-from kura_shaper.haproxy.master import NotRunningError, reload
+from kura_shaper.haproxy.master import NotRunningError, ReloadFailedError, reload
 from kura_shaper.haproxy.render import render
 from kura_shaper.haproxy.running import read_running
 from kura_shaper.haproxy.write import find_generation, read_generation, withdraw_generation, write_generation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from kura_shaper.clock import Clock
     from kura_shaper.haproxy.binary import HaproxyBinary
@@ -240,6 +240,8 @@ def _local_certificates(options: GatewayOptions) -> tuple[dict[str, LocalCertifi
         paths = certificate_files(options)
     except OSError as error:
         return {}, (f"{options.certificate} can't be read here, so its content is not compared: {error.strerror}",)
+    if not paths:
+        notes.append(f"no certificate is here at {options.certificate}, so its content is not compared")
     for path in paths:
         try:
             pem, key = path.read_text(encoding="ascii"), path.with_suffix(".key")
@@ -277,21 +279,27 @@ def _change_while_it_runs(decision: Decision, site: Site) -> tuple[str, ...]:
 
 def _reload(prepared: Prepared, running: Running, site: Site) -> None:
     state = Path(site.options.servers_state)
-    _write_servers_state(state, running)
+    _write_servers_state(state, running, dns_backends(prepared.wanted))
     try:
         reload(site.master)
-    except KuraShaperError as error:
+    except ReloadFailedError as error:
         _put_back(prepared, site, error)
-        raise
+        said = error.output.replace(f"{site.options.directory}/", "")
+        findings = [f for f in parse_messages(said, prepared.wanted) if f.severity is Severity.ALERT and f.file]
+        if not findings:
+            raise
+        message = f"HAProxy did not start with it: {findings[0]}"
+        raise RefusedError(message, remedy="the files and the worker from before are in force") from error
     finally:
         # It says what is true now; a start next week must not read it.
         with suppress(OSError):
             state.unlink()
 
 
-def _write_servers_state(path: Path, running: Running) -> None:
+def _write_servers_state(path: Path, running: Running, wanted: Mapping[str, str]) -> None:
     """Leave the addresses of DNS names for the new worker. Only those: everything else the files know better."""
-    rows = [server.row for server in running.servers.values() if server.fqdn and server.address]
+    servers = (server for server in running.servers.values() if server.address)
+    rows = [s.row for s in servers if wanted.get(s.name.partition("/")[0]) == f"{s.fqdn}:{s.port}"]
     if not rows:
         return
     temporary = path.with_suffix(".new")

@@ -37,6 +37,7 @@ _TENANT_SECTION = re.compile(r"backend (?P<tenant>[a-z0-9-]+)_(?P<plane>edge|pee
 _SERVER = re.compile(
     r"server (?P<name>\S+) (?P<host>\[[0-9a-f:.]+\]|[0-9.]+):(?P<port>\d+)(?P<rest>(?: .*)?)", re.ASCII
 )
+_TEMPLATE = re.compile(r"server-template p \d+ (\S+:\d+) ", re.ASCII)
 _CHECK_PORT = re.compile(r" port (\d+)", re.ASCII)
 _CONFIG_ID = re.compile(rf"^    description {CONFIG_ID_PREFIX}([0-9a-f]{{16}})$", re.MULTILINE | re.ASCII)
 _LIMIT = "filter bwlim-out "
@@ -111,6 +112,15 @@ def decide(
     )
     kind = Kind.RUNTIME if steps else Kind.NONE
     return Decision(kind, tuple(step.describe() for step in steps), steps, tuple(notes))
+
+
+def dns_backends(config: GatewayConfig) -> dict[str, str]:
+    """Return NAME:PORT of each backend that is found by DNS."""
+    found = {}
+    for header, rows in _sections(config).items():
+        for match in filter(None, map(_TEMPLATE.match, rows)):
+            found[header.split(" ")[1]] = match[1]
+    return found
 
 
 def _sections(config: GatewayConfig) -> Sections:

@@ -127,6 +127,10 @@ def parse_workers(text: str) -> Workers:
             old.append(worker)
         else:
             current = worker
+    if current is None and old:
+        # After a reload that failed, HAProxy 3.2 calls the worker old that serves on.
+        current = min(old, key=lambda worker: worker.age_s)
+        old.remove(current)
     if current is None:
         raise StateUnknownError("the gateway's master has no worker", remedy="see its log: it may be starting")
     return Workers(current, tuple(old))
