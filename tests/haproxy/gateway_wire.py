@@ -182,7 +182,10 @@ class Clients:
         started = [self._spawn(spec) for spec in specs]
         for process, spec in zip(started, specs, strict=True):
             flowing = next_event(process, "flowing")
-            assert flowing["streams"] == spec.streams, (spec, process.communicate(timeout=20)[0])
+            if flowing["streams"] != spec.streams:
+                process.terminate()
+                said = process.communicate(timeout=20)[0].decode()
+                raise AssertionError(f"{spec}: {said}; the gateway: {self._wire.near.log.read_text()[-3000:]}")
 
     def _spawn(self, spec: TrafficSpec) -> subprocess.Popen[bytes]:
         spec = replace(spec, ca_file=str(self._wire.rig.ca_file))
