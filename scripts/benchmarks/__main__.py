@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from typing import TYPE_CHECKING
 
 import datapath_benchmarks
+import gateway_benchmarks
 import kernel_benchmarks
 from measurement import Measurement, SkippedError, progress
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 BENCHMARKS: dict[str, Callable[[], Iterator[Measurement]]] = {
     **kernel_benchmarks.BENCHMARKS,
     **datapath_benchmarks.BENCHMARKS,
+    **gateway_benchmarks.BENCHMARKS,
 }
 HEADINGS = ("NAME", "OURS", "PEER", "PEER IS", "RATIO", "UNIT", "NOTE")
 
@@ -34,6 +37,9 @@ def main() -> int:
     unknown = [name for name in options.names if name not in BENCHMARKS]
     if unknown:
         parser.error(f"no benchmark {', '.join(unknown)}; there are: {', '.join(BENCHMARKS)}")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # As Ctrl-C does: whatever a benchmark has open is closed on the way out.
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     found = list(measure(options.names or list(BENCHMARKS)))
     if options.json:
         print(json.dumps([measurement.to_json() for measurement in found], indent=2))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kernel_benchmarks import require, require_privilege
-from measurement import Measurement, SkippedError, progress
+from kernel_benchmarks import require_privilege
+from measurement import Measurement, SkippedError, progress, require
 
 from kura_shaper.bench.cases import BenchSettings, run_bench
 from kura_shaper.bench.load import MTU_FRAME_BYTES, Packets

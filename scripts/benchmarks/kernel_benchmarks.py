@@ -9,17 +9,15 @@ from __future__ import annotations
 import gc
 import os
 import resource
-import shutil
 import subprocess
 import tempfile
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from measurement import Measurement, SkippedError, best_in_turns
+from measurement import Measurement, SkippedError, best_in_turns, require, timed
 from pyroute2 import IPRoute
 
 from kura_shaper.clock import SystemClock
@@ -211,7 +209,7 @@ def cycles(count: int) -> Iterator[Measurement]:
         with IPRoute() as ip:
             return growth_kib(lambda: list(ip.get_classes(stage.device.ifindex)), count // 10)
 
-    mine, theirs = (in_fork(lambda work=work: on_stage(1_000, work)) for work in (ours, library))
+    mine, theirs = (in_fork(partial(on_stage, 1_000, work)) for work in (ours, library))
     note = f"{count} readings and plans of 1000 tenants; pyroute2: a tenth as many readings of the classes"
     yield Measurement(name, max(mine, 1), max(theirs, 1), "pyroute2", "KiB", note)
 
@@ -299,13 +297,6 @@ def capabilities() -> Capabilities:
     return probe()
 
 
-def timed(work: Callable[[], object]) -> float:
-    """Return the seconds that work takes."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
 def require_privilege() -> None:
     """Raise SkippedError where no network namespace can be made."""
     if os.geteuid() != 0:
@@ -314,12 +305,6 @@ def require_privilege() -> None:
         in_new_namespace(lambda: None)
     except KernelRefusedError as error:
         raise SkippedError(error.message) from error
-
-
-def require(command: str) -> None:
-    """Raise SkippedError where a command is missing."""
-    if shutil.which(command) is None:
-        raise SkippedError(f"needs {command}")
 
 
 # The peer: the same tree as a file for tc -batch.

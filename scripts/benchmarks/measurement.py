@@ -6,7 +6,9 @@ that a slow minute hits both alike.
 
 from __future__ import annotations
 
+import shutil
 import sys
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +62,19 @@ def best_in_turns(name: str, runs: int, *contenders: Callable[[], float]) -> lis
             progress(f"{name}: run {run} of {runs}, contender {number + 1} of {len(contenders)}")
             least[number] = min(least[number], contender())
     return least
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Return the seconds that work takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def require(command: str) -> None:
+    """Raise SkippedError where a command is missing."""
+    if shutil.which(command) is None:
+        raise SkippedError(f"needs {command}")
 
 
 def progress(text: str) -> None:
