@@ -141,7 +141,7 @@ def render_haproxy(
         watcher = Watch(load, site, sources=partial(_sources, files, place), clock=clock, resync_s=resync_s)
         if listen:
             _serve_metrics(WatchMetrics(watcher.state, MasterSocket(place.master), clock), listen)
-        _say_more_by_default(context)
+        show.log_by_default(context, logging.INFO)
         _watch(watcher)
         return
     _apply(load, site, diff=diff, as_json=as_json)
@@ -289,13 +289,6 @@ def _serve_metrics(metrics: WatchMetrics, listen: str) -> None:
         start_http_server(endpoint.port, addr=endpoint.host, registry=registry)
     except OSError as error:
         raise UsageError(f"--listen {listen}: {error.strerror}", remedy="choose another port") from error
-
-
-def _say_more_by_default(context: typer.Context) -> None:
-    """Log what a watch does, unless somebody chose a level: without that nobody would know."""
-    source = context.find_root().get_parameter_source("log_level")
-    if source is None or source.name == "DEFAULT":
-        logging.getLogger("kura_shaper").setLevel(logging.INFO)
 
 
 def _as_json(

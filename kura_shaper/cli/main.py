@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from kura_shaper import __version__
-from kura_shaper.cli import balance, bench, gateway, lab, show, tenants, tree
+from kura_shaper.cli import agent, balance, bench, gateway, lab, show, tenants, tree
 from kura_shaper.errors import KuraShaperError, StateUnknownError, UsageError
 from kura_shaper.log import LogFormat, LogLevel, configure
 
@@ -26,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+agent.register(app)
 tree.register(app)
 balance.register(app)
 gateway.register(app)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from dataclasses import asdict
@@ -39,6 +40,13 @@ def say(text: str, *, newline: bool = True) -> None:
 def print_json(value: object) -> None:
     """Write one JSON object to stdout."""
     say(json.dumps(value, indent=2))
+
+
+def log_by_default(context: typer.Context, level: int) -> None:
+    """Log from a level on, unless somebody chose one: a service that says nothing can't be told from a dead one."""
+    source = context.find_root().get_parameter_source("log_level")
+    if source is None or source.name == "DEFAULT":
+        logging.getLogger("kura_shaper").setLevel(level)
 
 
 def plan(planned: Plan, device: Device, *, as_json: bool) -> None:

@@ -16,6 +16,8 @@ from kura_shaper.tree.model import EGRESS, HOOK, INGRESS, ROOT, MqQdisc, htbs_of
 from kura_shaper.tree.snapshot import Snapshot, Unknown
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kura_shaper.clock import Clock
     from kura_shaper.kernel.client import TcClient
     from kura_shaper.tree.model import Device, Filter, Handle, HtbClass, HtbQdisc, Leaf, OtherQdisc, Root
@@ -57,6 +59,27 @@ def read_class(client: TcClient, ifindex: int, classid: Handle) -> decode.Class:
         raise StateUnknownError(f"the kernel's answer for class {classid} can't be understood: {error}") from error
     if found is None:
         raise StateUnknownError(f"class {classid} is not one of an HTB")
+    return found
+
+
+def read_counters(client: TcClient, ifindex: int, htbs: Sequence[Handle]) -> dict[Handle, ClassCounters]:
+    """Return the counters of every class of these HTBs: one dump, and nothing else of the device.
+
+    Cheap enough for ten times a second. A class that comes or goes meanwhile may be missing, or
+    hide another for this once. Raises StateUnknownError and KernelRefusedError.
+    """
+    majors = frozenset(handle.major for handle in htbs)
+    found: dict[Handle, ClassCounters] = {}
+
+    def take(data: memoryview, start: int, end: int) -> None:
+        one = decode.class_of(data, start, end)
+        if one is not None and one.spec.classid.major in majors:
+            found[one.spec.classid] = one.counters
+
+    try:
+        client.dump(wire.dump_request(wire.Message.GETTCLASS, ifindex, htbs[0].u32 if len(htbs) == 1 else 0), take)
+    except (LookupError, ValueError, struct.error) as error:
+        raise StateUnknownError(f"the kernel's classes can't be understood: {error}") from error
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 from pyroute2 import IPRoute
@@ -74,3 +75,37 @@ def _live_tx_queues(name: str, ifindex: int) -> int:
             return sysfs.live_tx_queues()
     except StateUnknownError:
         return 0
+
+
+def egress_devices() -> tuple[str, ...]:
+    """Return the devices that bytes for the world wait at: those of the default routes, or what these stand on.
+
+    A route by a bond leads to its ports, by a VLAN to the device below. Raises StateUnknownError.
+    """
+    try:
+        with IPRoute() as ip:
+            routes = [*ip.get_default_routes(family=socket.AF_INET), *ip.get_default_routes(family=socket.AF_INET6)]
+            links = {int(link["index"]): link for link in ip.get_links()}
+    except (NetlinkError, OSError) as error:
+        raise StateUnknownError(f"the routes can't be read: {error}") from error
+    found: dict[str, None] = {}
+    for route in routes:
+        for index in _ways_out(route):
+            if index in links:
+                found.update(dict.fromkeys(_queues_of(_device(links[index], tuple(links.values())), links)))
+    return tuple(found)
+
+
+def _ways_out(route: Any) -> list[int]:
+    hops = route.get("multipath") or ()
+    return [int(hop["oif"]) for hop in hops] or ([int(route.get("oif"))] if route.get("oif") else [])
+
+
+def _queues_of(device: Device, links: Any, *, depth: int = 8) -> list[str]:
+    """Return where a device's packets are queued: at itself, its ports, or the device that it stands on."""
+    names = list(device.ports) or ([device.below] if device.kind in {"vlan", "macvlan"} and device.below else [])
+    if not names or not depth or device.is_loopback:
+        return [] if device.is_loopback else [device.name]
+    below = [link for link in links.values() if str(link.get("ifname")) in names]
+    found = (_queues_of(_device(link, tuple(links.values())), links, depth=depth - 1) for link in below)
+    return [name for part in found for name in part]

@@ -1,0 +1,254 @@
+"""The agent: wakes when something may be different, looks at everything, and mends what is not as it should be.
+
+The loop itself only waits and counts. A look runs beside it in a thread, so that the loop
+never stands still, whatever the kernel takes its time for: events are read, a signal is
+heard, and the probes see it turn. Stopping, in whatever way, changes nothing in the kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import socket
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from kura_shaper.agent.devices import KeptDevice
+from kura_shaper.agent.events import KernelEvents
+from kura_shaper.agent.keeper import Looked, Verdict
+from kura_shaper.agent.marker import read_marker
+from kura_shaper.agent.view import AgentView
+from kura_shaper.errors import KuraShaperError
+from kura_shaper.kernel.links import egress_devices, read_device
+from kura_shaper.log import event
+from kura_shaper.tree.build import TreeSettings
+from kura_shaper.tree.model import Shape
+from kura_shaper.tree.preflight import Permission
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kura_shaper.agent.events import FileEvents
+    from kura_shaper.agent.settings import AgentSettings
+    from kura_shaper.agent.source import Source, Told
+    from kura_shaper.clock import Clock
+    from kura_shaper.tree.build import Capabilities
+    from kura_shaper.units import Rate
+
+_LOG = logging.getLogger("kura_shaper.agent")
+_MS, _SECOND = 1_000_000, 1_000_000_000
+# A burst of events is one look: short enough that drift is mended within two seconds, with room.
+DEBOUNCE_NS, DEBOUNCE_MAX_NS = 200 * _MS, 1_000 * _MS
+_TURN_EVERY_S = 5.0
+_RETRY_FIRST_NS, _RETRY_MAX_NS = 2 * _SECOND, 60 * _SECOND
+# The shaper that this fleet ran before: it shapes the pods' own leg, by a device of this name.
+_OTHER_SHAPER_DEVICE, OTHER_SHAPER = "kura-egress0", "egress-tree-agent"
+
+
+class Agent:
+    """One agent of this network namespace. `run` returns when `stop` was called, from whatever thread or signal."""
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        source: Source,
+        capabilities: Capabilities,
+        *,
+        clock: Clock,
+        files: FileEvents | None = None,
+    ) -> None:
+        self.view = AgentView(observes=settings.observe, alive_at_ns=clock.now_ns())
+        self._settings, self._source, self._capabilities, self._clock = settings, source, capabilities, clock
+        self._files = files
+        self._kept: dict[str, KeptDevice] = {}
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakes: set[str] = set()
+        self._is_stopped = False
+        self._due_ns, self._first_ns = clock.now_ns(), 0
+        self._retry_ns = _RETRY_FIRST_NS
+        self._said: dict[str, str] = {}
+
+    def stop(self) -> None:
+        """Let `run` return, after the look that is under way."""
+        self._is_stopped = True
+        self.wake("stop")
+
+    def wake(self, reason: str) -> None:
+        """Let the agent look soon. For any thread, and for signals."""
+        self._wakes.add(reason)
+        with suppress(BlockingIOError):
+            os.eventfd_write(self._wake_fd, 1)
+
+    def run(self) -> None:
+        """Keep everything in step until stopped."""
+        kernel = KernelEvents()
+        with selectors.DefaultSelector() as selector, ThreadPoolExecutor(1, "look") as worker:
+            selector.register(kernel, selectors.EVENT_READ)
+            selector.register(self._wake_fd, selectors.EVENT_READ)
+            if self._files is not None:
+                selector.register(self._files, selectors.EVENT_READ)
+            look: Future[int] | None = None
+            while not (self._is_stopped and look is None):
+                selector.select(self._patience_s(look))
+                self.view.alive_at_ns = self._clock.now_ns()
+                self._hear(kernel)
+                if look is not None and look.done():
+                    self._plan_next(look.result())
+                    look = None
+                if look is None and not self._is_stopped and self._clock.now_ns() >= self._due_ns:
+                    self._first_ns = 0
+                    self._due_ns = self._clock.now_ns() + self._settings.resync_s * _SECOND
+                    look = worker.submit(self._look)
+                    look.add_done_callback(lambda _: os.eventfd_write(self._wake_fd, 1))
+        kernel.close()
+        for kept in self._kept.values():
+            kept.close()
+
+    def _patience_s(self, look: Future[int] | None) -> float:
+        if look is not None:
+            return _TURN_EVERY_S
+        return min(_TURN_EVERY_S, max(0.0, (self._due_ns - self._clock.now_ns()) / _SECOND))
+
+    def _hear(self, kernel: KernelEvents) -> None:
+        """Take in what woke the loop, and look soon: after a moment of quiet, or a second of unrest."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+        reasons, self._wakes = set(self._wakes), set()
+        reasons |= kernel.drain({kept.device.ifindex for kept in self._kept.values()})
+        if self._files is not None and self._files.drain():
+            reasons.add("file")
+        if not reasons:
+            return
+        self.view.wakes.update(reasons)
+        now_ns = self._clock.now_ns()
+        self._first_ns = self._first_ns or now_ns
+        self._due_ns = min(self._due_ns, max(now_ns, min(now_ns + DEBOUNCE_NS, self._first_ns + DEBOUNCE_MAX_NS)))
+
+    def _plan_next(self, wait_ns: int) -> None:
+        self._due_ns = min(self._due_ns, self._clock.now_ns() + wait_ns)
+
+    def _look(self) -> int:
+        """Look at everything once, and return in how many nanoseconds to look again without a reason."""
+        view, began_ns = self.view, self._clock.now_ns()
+        view.look_began_ns = began_ns
+        try:
+            is_well = self._look_at_all()
+        except KuraShaperError as error:
+            is_well = False
+            view.problems = (str(error),)
+            self._say("agent", logging.ERROR, str(error))
+        except Exception:
+            # A fault of ours must not end what watches over the tree; the tree itself stands.
+            is_well = False
+            view.problems = ("a fault of the agent itself, see its log",)
+            _LOG.exception("look_failed")
+        view.looks += 1
+        view.looks_seconds += (self._clock.now_ns() - began_ns) / _SECOND
+        view.look_began_ns = 0
+        if is_well:
+            self._retry_ns = _RETRY_FIRST_NS
+            return self._settings.resync_s * _SECOND
+        wait_ns, self._retry_ns = self._retry_ns, min(2 * self._retry_ns, _RETRY_MAX_NS)
+        return wait_ns
+
+    def _look_at_all(self) -> bool:
+        view = self.view
+        view.told = told = self._source.told()
+        self._say("source", logging.ERROR, "" if told.is_valid else "; ".join(told.problems) or "nothing was told yet")
+        view.disabled = read_marker(self._settings.node_file)
+        self._say("disabled", logging.WARNING, f"held off: {view.disabled.reason}" if view.disabled else "")
+        view.other_shapers = tuple(other_shapers())
+        self._say("other_shaper", logging.WARNING, ", ".join(view.other_shapers))
+        budget = self._settings.budget or told.budget
+        problems: list[str] = []
+        self._find_devices(problems)
+        view.problems = tuple(problems)
+        view.waiting_for = self._missing(told, budget)
+        self._say("waiting", logging.WARNING, view.waiting_for)
+        if view.waiting_for or told.document is None or budget is None:
+            # No promise and no cap is invented. What stands, stands.
+            return told.is_valid and not problems
+        results = [self._look_at(kept, told, budget) for kept in self._kept.values()]
+        return all(results) and told.is_valid and not problems
+
+    def _missing(self, told: Told, budget: Rate | None) -> str:
+        if told.document is None:
+            return "a tenants document"
+        if budget is None:
+            return "this node's budget"
+        return "" if self._kept else "a device to shape"
+
+    def _find_devices(self, problems: list[str]) -> None:
+        """Bring what is kept in line with the devices that there are."""
+        names: Sequence[str] = self._settings.devices or egress_devices()
+        found = {}
+        for name in names:
+            try:
+                device = read_device(name)
+                kept = self._kept.get(name)
+                if kept is not None and kept.device == device:
+                    found[name] = kept
+                    continue
+                made = KeptDevice(device, self._settings.state_dir, self._capabilities, clock=self._clock)
+                if kept is not None and kept.device.ifindex == device.ifindex:
+                    made.keeper.follow(kept.keeper)
+                found[name] = made
+            except KuraShaperError as error:
+                problems.append(f"{name}: {error}")
+        for name, kept in self._kept.items():
+            if found.get(name) is not kept:
+                kept.close()
+        self._kept = found
+        self.view.devices = {name: kept.view for name, kept in found.items()}
+
+    def _look_at(self, kept: KeptDevice, told: Told, budget: Rate) -> bool:
+        settings = self._settings
+        tree = TreeSettings(
+            budget=budget,
+            shape=settings.shape,
+            shaped_queues=settings.shaped_queues,
+            leaf=settings.leaf,
+            host_traffic=settings.host_traffic,
+            host_reserve=settings.host_reserve,
+        )
+        assert told.document is not None  # noqa: S101 - the caller has looked
+        is_held = settings.observe or self.view.disabled is not None
+        permission = Permission.DISRUPTION if told.may_disrupt else Permission.NONE
+        looked = kept.keeper.look(told.document, tree, observe=is_held, permission=permission)
+        kept.view.looked, kept.view.looked_at_ns, kept.view.budget = looked, self._clock.now_ns(), budget
+        queues = looked.shaped_queues if looked.shape is Shape.MQ and not is_held else 0
+        kept.balance(budget, queues)
+        self._tell(kept.device.name, looked)
+        return looked.verdict not in {Verdict.UNKNOWN, Verdict.FAILED, Verdict.WAITS}
+
+    def _tell(self, name: str, looked: Looked) -> None:
+        """Log what was done, and the beginning and the end of what keeps a device from being in step."""
+        if looked.verdict in {Verdict.INSTALLED, Verdict.CHANGED, Verdict.REPAIRED}:
+            level = logging.WARNING if looked.verdict is Verdict.REPAIRED else logging.INFO
+            drift = dict(looked.drift)
+            event(
+                _LOG, f"tree_{looked.verdict}", level=level, device=name, operations=len(looked.operations), drift=drift
+            )
+        bad = looked.verdict in {Verdict.UNKNOWN, Verdict.FAILED, Verdict.WAITS}
+        self._say(f"device {name}", logging.ERROR, "; ".join(looked.reasons) if bad else "")
+        self._say(f"foreign {name}", logging.WARNING, ", ".join(looked.foreign))
+
+    def _say(self, subject: str, level: int, words: str) -> None:
+        if self._said.get(subject, "") == words:
+            return
+        self._said[subject] = words
+        name = subject.partition(" ")[0]
+        if words:
+            event(_LOG, name, level=level, subject=subject, reason=words)
+        else:
+            event(_LOG, f"{name}_over", subject=subject)
+
+
+def other_shapers() -> Iterable[str]:
+    """Return the other shapers of this fleet that are on this node."""
+    with suppress(OSError):
+        socket.if_nametoindex(_OTHER_SHAPER_DEVICE)
+        return (OTHER_SHAPER,)
+    return ()

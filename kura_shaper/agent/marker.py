@@ -1,0 +1,82 @@
+"""The marker that holds the agent off a node: a file, so that it outlives the agent, a redeploy and a reboot."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kura_shaper.errors import RefusedError
+
+_BYTES_MAX = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Disabled:
+    """Who held the agent off, when (ISO 8601) and why. Each is "" where the file does not say."""
+
+    reason: str = ""
+    who: str = ""
+    at: str = ""
+
+
+def read_marker(path: Path) -> Disabled | None:
+    """Return the marker, None when there is none.
+
+    A marker that can't be read is one: whoever put it there wanted the agent to keep off.
+    """
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(_BYTES_MAX)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return Disabled(reason=f"{path} can't be read: {error.strerror}")
+    try:
+        found = json.loads(content)
+        return Disabled(*(str(found.get(key, ""))[:500] for key in ("reason", "who", "at")))
+    except (ValueError, AttributeError, RecursionError):
+        return Disabled(reason=content.decode("utf-8", errors="replace").strip()[:500])
+
+
+def write_marker(path: Path, disabled: Disabled) -> None:
+    """Put the marker there, durably. Raises RefusedError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".disabled-", delete=False) as file:
+            temporary = Path(file.name)
+            try:
+                file.write(json.dumps(asdict(disabled)) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+                temporary.chmod(0o644)
+                temporary.replace(path)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+        _sync(path.parent)
+    except OSError as error:
+        message = f"the marker {path} can't be written: {error.strerror}"
+        raise RefusedError(message, remedy="run as root, or name another with --node-file") from error
+
+
+def remove_marker(path: Path) -> bool:
+    """Take the marker away; return whether there was one. Raises RefusedError."""
+    try:
+        path.unlink()
+        _sync(path.parent)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise RefusedError(f"the marker {path} can't be removed: {error.strerror}", remedy="run as root") from error
+    return True
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,102 @@
+"""Looks at a device's counters ten times a second, in a thread of its own, so that no burst hides between scrapes.
+
+The interval grows with what a look costs, so that the sampler never takes more than a
+twentieth of a processor: with thousands of classes the windows are longer, and say so.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kura_shaper.agent.accounting import Outside, Windows, tree_bytes
+from kura_shaper.errors import KuraShaperError
+from kura_shaper.kernel.client import TcClient
+from kura_shaper.kernel.dump import read_counters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kura_shaper.clock import Clock
+    from kura_shaper.tree.model import Handle
+    from kura_shaper.tree.snapshot import ClassCounters
+
+WINDOW_NS = 100_000_000
+_SHARE = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One reading. `counters` is empty where there is no tree of ours."""
+
+    at_ns: int
+    counters: dict[Handle, ClassCounters]
+    device_bytes: int
+
+
+@dataclass(slots=True)
+class Sampled:
+    """What a device's sampler knows. `window_ns` is how long its windows are now."""
+
+    newest: Sample | None = None
+    windows: Windows = field(default_factory=Windows)
+    outside: Outside = field(default_factory=Outside)
+    window_ns: int = WINDOW_NS
+
+
+class Sampler:
+    """Samples one device until it is stopped.
+
+    `htbs` returns the handles of our HTBs on it now, () for none; `device_bytes` what the device
+    has sent. Neither may raise anything but KuraShaperError and OSError.
+    """
+
+    def __init__(
+        self,
+        ifindex: int,
+        *,
+        htbs: Callable[[], Sequence[Handle]],
+        device_bytes: Callable[[], int],
+        clock: Clock,
+    ) -> None:
+        self.sampled = Sampled()
+        self.lock = threading.Lock()
+        self._ifindex, self._htbs, self._device_bytes, self._clock = ifindex, htbs, device_bytes, clock
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread = threading.Thread(target=self._run, name=f"sampler-{self._ifindex}", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End, and wait for it."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        with TcClient() as client:
+            while not self._stop.is_set():
+                began_ns = self._clock.now_ns()
+                self.look(client)
+                cost_ns = self._clock.now_ns() - began_ns
+                self.sampled.window_ns = max(WINDOW_NS, _SHARE * cost_ns)
+                self._stop.wait(max(0.0, (self.sampled.window_ns - cost_ns) / 1e9))
+
+    def look(self, client: TcClient) -> None:
+        """Take one sample. What can't be read is left out, and the next window is longer for it."""
+        try:
+            htbs = self._htbs()
+            counters = read_counters(client, self._ifindex, htbs) if htbs else {}
+            device_bytes = self._device_bytes()
+        except (KuraShaperError, OSError):
+            return
+        at_ns = self._clock.now_ns()
+        sent = {classid: found.sent_bytes for classid, found in counters.items()}
+        with self.lock:
+            self.sampled.newest = Sample(at_ns, counters, device_bytes)
+            self.sampled.windows.add(at_ns, sent, device_bytes)
+            self.sampled.outside.add(device_bytes, tree_bytes(sent))
