@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _SECOND_NS = 1_000_000_000
 _BUCKETS = 6
+# Some drivers fetch a device's counters from its hardware only once a second.
+_UNDER_WAY_NS = 2 * _SECOND_NS
 
 
 @dataclass(slots=True)
@@ -53,15 +55,15 @@ class Windows:
 
     def __init__(self, seconds: int = 60) -> None:
         self._seconds = seconds
-        self._last: tuple[int, dict[Handle, int], int] | None = None
+        self._last: tuple[int, Mapping[Handle, int], int] | None = None
+        self._missing: set[Handle] = set()
         self.classes: dict[Handle, FastestWindow] = {}
         self.device = FastestWindow(seconds)
 
     def add(self, at_ns: int, sent_bytes: Mapping[Handle, int], device_bytes: int) -> None:
         """Take in a reading of every class's and the device's counter of bytes."""
         before, self._last = self._last, (at_ns, dict(sent_bytes), device_bytes)
-        for gone in self.classes.keys() - sent_bytes.keys():
-            del self.classes[gone]
+        self._forget_gone(sent_bytes)
         if before is None or at_ns <= before[0]:
             return
         elapsed_ns = at_ns - before[0]
@@ -73,6 +75,13 @@ class Windows:
         if device_bytes >= before[2]:
             self.device.add(at_ns, (device_bytes - before[2]) * 8 * _SECOND_NS // elapsed_ns)
 
+    def _forget_gone(self, sent_bytes: Mapping[Handle, int]) -> None:
+        # A dump during which another class came or went may miss one for once, and what it did is not forgotten.
+        missing = self.classes.keys() - sent_bytes.keys()
+        for gone in missing & self._missing:
+            del self.classes[gone]
+        self._missing = missing - self._missing
+
 
 class Outside:
     """Bytes that left the device and passed no class of the tree, since the agent began to count.
@@ -83,29 +92,42 @@ class Outside:
     def __init__(self) -> None:
         self.total_bytes = 0
         self._owed_bytes = 0
-        self._last: tuple[int, int] | None = None
+        self._last: tuple[int, Mapping[Handle, int]] | None = None
+        # What passed the tree lately: when, and how much.
+        self._passed: deque[tuple[int, int]] = deque()
 
-    def add(self, device_bytes: int, tree_bytes: int | None) -> None:
-        """Take in the counters of one moment; None is no tree, and then everything is outside."""
-        before, self._last = self._last, (device_bytes, tree_bytes or 0)
-        if before is None:
+    def add(self, at_ns: int, device_bytes: int, roots: Mapping[Handle, int]) -> None:
+        """Take in the counters of one moment: the device's, and each root class's (none: there is no tree)."""
+        before, self._last = self._last, (device_bytes, dict(roots))
+        if before is None or before[1].keys() != roots.keys():
+            # A tree came or went, or an HTB of it: how much of what its counters show passed since is not known.
             return
-        device, tree = device_bytes - before[0], (tree_bytes or 0) - before[1]
-        if device < 0 or tree < 0:
+        device, parts = device_bytes - before[0], [count - before[1][root] for root, count in roots.items()]
+        if device < 0 or any(part < 0 for part in parts):
             # A counter began again: what lies between is not known.
             return
         # The device counts a packet a moment after the tree has, so a single difference may be below zero.
-        self._owed_bytes += device - tree
+        self._owed_bytes = max(self._owed_bytes + device - sum(parts), -self._most_under_way(at_ns, sum(parts)))
         if self._owed_bytes > 0:
             self.total_bytes += self._owed_bytes
             self._owed_bytes = 0
 
+    def _most_under_way(self, at_ns: int, passed_bytes: int) -> int:
+        """Return how much can have passed the tree and not yet be counted by the device.
 
-def tree_bytes(sent_bytes: Mapping[Handle, int]) -> int | None:
-    """Return what passed the root classes of a tree, None when there is none."""
-    roots = [
-        count
+        A device that counts less than the tree for good (it drops, or leaves headers out) would
+        otherwise hide ever more of what passes outside.
+        """
+        self._passed.append((at_ns, passed_bytes))
+        while self._passed[0][0] <= at_ns - _UNDER_WAY_NS:
+            self._passed.popleft()
+        return sum(count for _, count in self._passed)
+
+
+def roots_of(sent_bytes: Mapping[Handle, int]) -> dict[Handle, int]:
+    """Return what passed each root class of a tree of ours, nothing when there is none."""
+    return {
+        classid: count
         for classid, count in sent_bytes.items()
         if classid.minor == ReservedClass.ROOT and classid.major >= HTB_HANDLE.major
-    ]
-    return sum(roots) if roots else None
+    }

@@ -16,10 +16,8 @@ from kura_shaper.kernel.client import TcClient
 from kura_shaper.kernel.device import KernelTrafficControl
 from kura_shaper.kernel.device_counters import DeviceCounters
 from kura_shaper.kernel.journal import Journal
-from kura_shaper.tree.model import HTB_HANDLE, Handle, Shape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     from kura_shaper.clock import Clock
@@ -44,7 +42,7 @@ class KeptDevice:
         reader = DeviceReader(device, clock=clock)
         self._stack.callback(reader.close)
         counters = self._stack.enter_context(DeviceCounters(device.name, device.ifindex))
-        sampler = Sampler(device.ifindex, htbs=self._htbs, device_bytes=lambda: counters.read().bytes, clock=clock)
+        sampler = Sampler(device.ifindex, device_bytes=lambda: counters.read().bytes, clock=clock)
         self._stack.callback(sampler.stop)
         self.view = DeviceView(device, self.keeper, reader, sampler)
         self._balancing = _Balancing()
@@ -61,13 +59,6 @@ class KeptDevice:
     def close(self) -> None:
         """End its threads and close its sockets. The kernel keeps what it has."""
         self._stack.close()
-
-    def _htbs(self) -> Sequence[Handle]:
-        looked = self.view.looked
-        if looked is None or looked.shape is None:
-            return ()
-        queues = looked.shaped_queues if looked.shape is Shape.MQ else 1
-        return [Handle(HTB_HANDLE.major + queue) for queue in range(queues)]
 
 
 class _Balancing:

@@ -7,23 +7,26 @@ twentieth of a processor: with thousands of classes the windows are longer, and 
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kura_shaper.agent.accounting import Outside, Windows, tree_bytes
+from kura_shaper.agent.accounting import Outside, Windows, roots_of
 from kura_shaper.errors import KuraShaperError
 from kura_shaper.kernel.client import TcClient
 from kura_shaper.kernel.dump import read_counters
+from kura_shaper.tenants.marks import SHAPED_QUEUES_MAX
+from kura_shaper.tree.model import HTB_HANDLE, Handle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from kura_shaper.clock import Clock
-    from kura_shaper.tree.model import Handle
     from kura_shaper.tree.snapshot import ClassCounters
 
 WINDOW_NS = 100_000_000
 _SHARE = 20
+_EVERY_HTB = tuple(Handle(HTB_HANDLE.major + queue) for queue in range(SHAPED_QUEUES_MAX))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +51,13 @@ class Sampled:
 class Sampler:
     """Samples one device until it is stopped.
 
-    `htbs` returns the handles of our HTBs on it now, () for none; `device_bytes` what the device
-    has sent. Neither may raise anything but KuraShaperError and OSError.
+    `device_bytes` returns what the device has sent. It may raise nothing but KuraShaperError and OSError.
     """
 
-    def __init__(
-        self,
-        ifindex: int,
-        *,
-        htbs: Callable[[], Sequence[Handle]],
-        device_bytes: Callable[[], int],
-        clock: Clock,
-    ) -> None:
+    def __init__(self, ifindex: int, *, device_bytes: Callable[[], int], clock: Clock) -> None:
         self.sampled = Sampled()
         self.lock = threading.Lock()
-        self._ifindex, self._htbs, self._device_bytes, self._clock = ifindex, htbs, device_bytes, clock
+        self._ifindex, self._device_bytes, self._clock = ifindex, device_bytes, clock
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -78,6 +73,13 @@ class Sampler:
             self._thread.join(timeout=5)
 
     def _run(self) -> None:
+        while not self._stop.wait(0.0):
+            # A socket that can't be had now may be had later.
+            with suppress(OSError):
+                self._sample_until_stopped()
+            self._stop.wait(1.0)
+
+    def _sample_until_stopped(self) -> None:
         with TcClient() as client:
             while not self._stop.is_set():
                 began_ns = self._clock.now_ns()
@@ -89,8 +91,8 @@ class Sampler:
     def look(self, client: TcClient) -> None:
         """Take one sample. What can't be read is left out, and the next window is longer for it."""
         try:
-            htbs = self._htbs()
-            counters = read_counters(client, self._ifindex, htbs) if htbs else {}
+            # Whatever stands there now, not what the last look found: else a tree would count as none for a while.
+            counters = read_counters(client, self._ifindex, _EVERY_HTB)
             device_bytes = self._device_bytes()
         except (KuraShaperError, OSError):
             return
@@ -99,4 +101,4 @@ class Sampler:
         with self.lock:
             self.sampled.newest = Sample(at_ns, counters, device_bytes)
             self.sampled.windows.add(at_ns, sent, device_bytes)
-            self.sampled.outside.add(device_bytes, tree_bytes(sent))
+            self.sampled.outside.add(at_ns, device_bytes, roots_of(sent))
