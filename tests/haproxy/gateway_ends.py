@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
+import time
 from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import h2.config
 import h2.connection
 import h2.events
 import h2.exceptions
 
-if TYPE_CHECKING:
-    import ssl
-
 _FORWARDING = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip")
 _BLOCK = bytes(65_536)
 
 
 class _Http1(BaseHTTPRequestHandler):
-    """Answers who it is and what it was asked; /endless never ends."""
+    """Answers who it is and what it was asked; /endless never ends, /bytes/N is N bytes."""
 
     protocol_version = "HTTP/1.1"
     name = ""
@@ -35,8 +34,13 @@ class _Http1(BaseHTTPRequestHandler):
                 while True:
                     self.wfile.write(_BLOCK)
             return
+        if self.path.startswith("/bytes/"):
+            self._answer(bytes(int(self.path.removeprefix("/bytes/"))))
+            return
         forwarded = sorted(f"{k}={v}" for k, v in self.headers.items() if k.lower() in _FORWARDING)
-        body = " ".join((self.name, "http1", self.path, *forwarded)).encode()
+        self._answer(" ".join((self.name, "http1", self.path, *forwarded)).encode())
+
+    def _answer(self, body: bytes) -> None:
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -108,6 +112,24 @@ def serve_peer(connection: socket.socket, context: ssl.SSLContext, name: str) ->
         while wanted == b"endless":
             tls.sendall(_BLOCK)
         tls.recv(100)
+
+
+def receive_all(connection: socket.socket) -> bytes:
+    """Return everything until the other side closes."""
+    return b"".join(iter(lambda: connection.recv(65_536), b""))
+
+
+def say_hello_in_pieces(context: ssl.SSLContext, connection: socket.socket, name: str, *, piece_bytes: int) -> None:
+    """Begin TLS for a name, its first message in small segments."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = context.wrap_bio(incoming, outgoing, server_hostname=name)
+    with suppress(ssl.SSLWantReadError):
+        tls.do_handshake()
+    hello = outgoing.read()
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for start in range(0, len(hello), piece_bytes):
+        connection.sendall(hello[start : start + piece_bytes])
+        time.sleep(0.005)
 
 
 class H2Client:

@@ -34,7 +34,7 @@ from kura_shaper.tenants.document import Backends, Endpoint, Tenant, TenantsDocu
 from kura_shaper.units import Rate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
 # The branches that the gateway is made for; scripts/setup brings both.
 VERSIONS = ("3.0", "3.2")
@@ -257,7 +257,7 @@ def running_gateway(
         master = f"{namespace.root}{RUN_DIRECTORY}/master.sock"
         client = ssl.create_default_context(cafile=directory / "ca.pem")
         rig = GatewayRig(namespace, client, directory / "ca.pem", log, master, document, namespace)
-        (start_servers or _start_servers)(stack, rig, ca)
+        (start_servers or start_own_servers)(stack, rig, ca)
         config = str(options.directory / "haproxy.cfg")
         haproxy = (str(binary.path), "-W", "-S", f"{RUN_DIRECTORY}/master.sock", "-f", config)
         command = namespace.command(*launcher, *haproxy)
@@ -269,7 +269,8 @@ def running_gateway(
         yield rig
 
 
-def _start_servers(stack: ExitStack, rig: GatewayRig, ca: trustme.CA) -> None:
+def start_own_servers(stack: ExitStack, rig: GatewayRig, ca: trustme.CA, *, without_grpc: Collection[str] = ()) -> None:
+    """Start servers that say who they are, but no gRPC ones for some tenants."""
     namespace = rig.namespace
     for tenant in rig.document.tenants:
         backends, name = tenant.backends, tenant.name
@@ -279,14 +280,15 @@ def _start_servers(stack: ExitStack, rig: GatewayRig, ca: trustme.CA) -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         ca.issue_cert(*tenant.peer_hosts).configure_cert(context)
         serve_http1(stack, namespace.listen(backends.http), name)
-        serve(stack, namespace.listen(backends.grpc), lambda c, name=name: serve_h2c(c, name))
+        if name not in without_grpc:
+            serve(stack, namespace.listen(backends.grpc), lambda c, name=name: serve_h2c(c, name))
         serve(stack, namespace.listen(backends.peer), lambda c, x=context, name=name: serve_peer(c, x, name))
 
 
 def _wait_until_open(rig: GatewayRig, process: subprocess.Popen[bytes]) -> None:
     for _ in range(200):
         with suppress(OSError):
-            rig.connect(HTTPS_PORT).close()
+            rig.connect(rig.document.gateway.https_ports[0]).close()
             return
         if process.poll() is not None:
             break

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pwd
-import socket
 import ssl
 import stat
 import time
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import gateway_rig as rig_module
 import pytest
-from gateway_ends import H2Client
+from gateway_ends import H2Client, receive_all, say_hello_in_pieces
 from gateway_rig import ACME, BETA, DOCUMENT, GUARDED, HTTPS_PORT, PEER_PORT, SLOW_CEILING, VERSIONS, GatewayRig
 
 from kura_shaper.tenants.marks import ReservedClass
@@ -134,10 +133,6 @@ def _closed() -> bytes:
     raise ConnectionError("closed")
 
 
-def _all_of(connection: socket.socket) -> bytes:
-    return b"".join(iter(lambda: connection.recv(65_536), b""))
-
-
 @pytest.mark.parametrize("port", [HTTPS_PORT, PEER_PORT])
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_a_connection_has_the_gateways_mark_until_it_names_a_tenant(
@@ -163,16 +158,8 @@ def test_a_mark_with_its_highest_bit_set_arrives_whole(gateway: GatewayRig) -> N
 
 
 def test_a_name_that_arrives_in_pieces_is_read(gateway: GatewayRig) -> None:
-    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-    tls = gateway.client.wrap_bio(incoming, outgoing, server_hostname="beta.kura.test")
-    with pytest.raises(ssl.SSLWantReadError):
-        tls.do_handshake()
-    hello = outgoing.read()
     with closing(gateway.connect(HTTPS_PORT)) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for start in range(0, len(hello), 100):
-            connection.sendall(hello[start : start + 100])
-            time.sleep(0.005)
+        say_hello_in_pieces(gateway.client, connection, "beta.kura.test", piece_bytes=100)
         assert connection.recv(1) == b"\x16"
         assert gateway.mark(connection) == mark_of(BETA)
 
@@ -194,7 +181,7 @@ def test_one_tenant_cannot_charge_another_over_one_connection(gateway: GatewayRi
 def test_clients_within_the_ranges_are_served(gateway: GatewayRig, address: str, source: str) -> None:
     with gateway.connect_tls(GUARDED.hosts[0], address=address, source=source) as connection:
         connection.sendall(b"GET /in HTTP/1.0\r\nHost: guarded.kura.test\r\n\r\n")
-        assert _all_of(connection).endswith(f"http1 /in {FORWARDED.replace('127.0.0.1', source)}".encode())
+        assert receive_all(connection).endswith(f"http1 /in {FORWARDED.replace('127.0.0.1', source)}".encode())
     with gateway.connect_tls(GUARDED.peer_hosts[0], PEER_PORT, address=address, source=source) as connection:
         connection.sendall(b"hello")
         assert connection.recv(100) == b"guarded peer"
@@ -245,7 +232,7 @@ def _drain(connections: list[ssl.SSLSocket], *, seconds: float) -> int:
 def _metrics_door(gateway: GatewayRig, path: str) -> str:
     with closing(gateway.connect(8405)) as connection:
         connection.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
-        return _all_of(connection).decode()
+        return receive_all(connection).decode()
 
 
 def _metric(gateway: GatewayRig, series: str) -> int:
