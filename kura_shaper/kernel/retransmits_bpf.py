@@ -42,6 +42,7 @@ _MAP_CREATE, _PROG_LOAD, _RAW_TRACEPOINT_OPEN = 0, 5, 17
 _ARRAY, _MMAPABLE, _RAW_TRACEPOINT = 2, 1 << 10, 17
 _COUNT_BYTES, _PAGE_BYTES = 8, 4096
 _PAGE = struct.Struct(f"={_PAGE_BYTES // _COUNT_BYTES}Q")
+_NO_TENANT = 0
 _EMPTY = bytes(_PAGE_BYTES)
 
 _MOV64_REGISTER, _MOV64, _ADD64, _ADD64_REGISTER = 0xBF, 0xB7, 0x07, 0x0F
@@ -113,22 +114,11 @@ class ClassCounts:
         self._map.close()
 
 
-class BpfRetransmits:
-    """Retransmits by class id of the thread's network namespace since this was opened."""
+class MappedRetransmits:
+    """Counts that a program in the kernel keeps as long as what attaches it is open."""
 
-    def __init__(self, marks: MarkLayout) -> None:
-        """Raises KernelRefusedError when the kernel can't count so, or we may not."""
-        layout = kernel_layout(read_btf())
-        class_ids = (marks.mask >> marks.shift) + 1
-        with _naming_what_is_needed(), closing(_create_array(class_ids)) as counts:
-            program = counting_program(marks, layout, network_number(), counts)
-            with closing(_load(program)) as descriptor:
-                self._counts = ClassCounts(counts, class_ids)
-                try:
-                    self._link = _attach(descriptor)
-                except BaseException:
-                    self._counts.close()
-                    raise
+    def __init__(self, counts: ClassCounts, attached: int) -> None:
+        self._counts, self._attached = counts, attached
 
     @property
     def age_ns(self) -> int:
@@ -136,15 +126,33 @@ class BpfRetransmits:
         return 0
 
     def read(self) -> dict[int, int]:
-        """Return the counts."""
-        return {0: 0, **self._counts.read()}
+        """Return the counts by class id, that of no tenant always."""
+        return {_NO_TENANT: 0, **self._counts.read()}
 
     def close(self) -> None:
         """Take the program out of the kernel; nothing to do a second time."""
-        if self._link >= 0:
-            os.close(self._link)
+        if self._attached >= 0:
+            os.close(self._attached)
             self._counts.close()
-            self._link = -1
+            self._attached = -1
+
+
+class BpfRetransmits(MappedRetransmits):
+    """Retransmits by class id of the thread's network namespace since this was opened."""
+
+    def __init__(self, marks: MarkLayout) -> None:
+        """Raises KernelRefusedError when the kernel can't count so, or we may not."""
+        layout = kernel_layout(read_btf())
+        class_ids = (marks.mask >> marks.shift) + 1
+        with _naming_what_is_needed(), closing(_create_array(class_ids)) as array:
+            program = counting_program(marks, layout, network_number(), array)
+            with closing(_load(program)) as descriptor:
+                counts = ClassCounts(array, class_ids)
+                try:
+                    super().__init__(counts, _attach(descriptor))
+                except BaseException:
+                    counts.close()
+                    raise
 
 
 _Line = tuple[int, int, int, int | None, int]  # code, destination, source, offset (None: to the end), immediate
@@ -202,6 +210,12 @@ def _read_kernel(register: int, offset: int, size: int) -> list[_Line]:
     ]
 
 
+def check_privilege() -> None:
+    """Raise NoPermissionError when we may have no array in the kernel, let alone a program."""
+    with _naming_what_is_needed(), closing(_create_array(1)):
+        pass
+
+
 def _create_array(class_ids: int) -> int:
     attributes = struct.pack("=IIIIIII16s", _ARRAY, 4, _COUNT_BYTES, class_ids, _MMAPABLE, 0, 0, _NAME)
     return bpf(_MAP_CREATE, attributes, doing="making the counts of retransmits")
@@ -234,7 +248,8 @@ def _naming_what_is_needed() -> Iterator[None]:
     try:
         yield
     except NoPermissionError as error:
-        raise NoPermissionError(error.errno, f"{error.detail or os.strerror(error.errno)}: {NEEDED}") from error
+        detail = f"{error.detail or os.strerror(error.errno)}: {NEEDED}"
+        raise NoPermissionError(error.errno, detail, doing="counting retransmits in the kernel") from error
 
 
 def _signed(number: int) -> int:

@@ -14,6 +14,7 @@ import struct
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.privileged
 
 MARKS = MarkLayout()
+BY_TENANT = [Way.TRACEPOINT, Way.INET_DIAG, *([Way.BCC] if find_spec("bcc") else [])]
 ALICE, BOB = 0x100, 0xFFFE
 PERFECT = WORLD
 LOSSY = {socket.AF_INET: "10.70.0.3", socket.AF_INET6: "fd70::3"}
@@ -149,7 +151,7 @@ def opened(way: Way, marks: MarkLayout = MARKS) -> RetransmitCounter:
         pytest.skip(error.message)
 
 
-@pytest.fixture(params=[Way.TRACEPOINT, Way.INET_DIAG])
+@pytest.fixture(params=BY_TENANT)
 def counter(request: pytest.FixtureRequest, network: Network) -> Iterator[RetransmitCounter]:
     """Return each way to count by tenant, counting in the node."""
     with opened(request.param) as made:
@@ -215,7 +217,7 @@ def test_bits_of_others_in_the_mark_change_nothing_and_no_mark_is_no_tenant(
     assert counts[OTHER] == total_retransmits(no_tenants) > 0
 
 
-@pytest.mark.parametrize("way", [Way.TRACEPOINT, Way.INET_DIAG])
+@pytest.mark.parametrize("way", BY_TENANT)
 def test_what_was_sent_again_before_does_not_count_and_what_ended_still_does(way: Way, wire: Wire) -> None:
     mark = MARKS.mark(ALICE)
     older, _ = wire.retransmit(socket.AF_INET, mark)
@@ -291,7 +293,9 @@ def test_the_best_way_that_our_privileges_allow_is_taken_and_why_no_better_one_i
     assert first == f"{way} {{0: 0}}"
     better = BEST_FIRST[: BEST_FIRST.index(way)]
     assert [line.partition(":")[0] for line in refused if line] == [each.value for each in better]
-    assert all(re.search("needs CAP|this kernel lacks|is not installed", line) for line in refused if line)
+    assert all(
+        re.search("needs CAP|this kernel lacks|is not installed|no kernel headers", line) for line in refused if line
+    )
 
 
 def test_counting_goes_on_after_the_privileges_are_gone(
@@ -311,7 +315,7 @@ def test_counting_goes_on_after_the_privileges_are_gone(
 
 def test_a_counter_that_is_closed_leaves_nothing_in_the_kernel(network: Network) -> None:
     open_files = sorted(Path("/proc/self/fd").iterdir())
-    for way in (Way.TRACEPOINT, Way.INET_DIAG, Way.PROC):
+    for way in (*BY_TENANT, Way.PROC):
         with suppress(StateUnknownError), open_retransmit_counter(MARKS, ways=[way]) as counter:
             counter.read()
             counter.close()
