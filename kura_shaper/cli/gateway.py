@@ -135,7 +135,11 @@ def render_haproxy(
         policy=ReloadPolicy(reload_interval_s, old_workers_max),
         emptying=emptying,
     )
+    if watch and diff:
+        raise UsageError("--watch and --diff are both given", remedy="look at what would change with --apply --diff")
     if watch:
+        # Before any thread is there, since each takes over what its maker keeps from itself.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _LEAVE)
         clock = SystemClock()
         files = [tenants, *((overlay,) if overlay else ())]
         watcher = Watch(load, site, sources=partial(_sources, files, place), clock=clock, resync_s=resync_s)
@@ -261,7 +265,6 @@ def _show_prepared(document: TenantsDocument, prepared: Prepared, *, as_json: bo
 
 def _watch(watcher: Watch) -> None:
     # A signal ends the wait for the next look, and never a change that is under way.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _LEAVE)
     while True:
         watcher.step()
         if signal.sigtimedwait(_LEAVE, _LOOK_EVERY_S):
