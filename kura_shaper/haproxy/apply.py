@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kura_shaper.errors import KuraShaperError, RefusedError, UsageError
+from kura_shaper.errors import KuraShaperError, RefusedError, StateUnknownError, UsageError
 from kura_shaper.haproxy.certificates import fingerprint
 from kura_shaper.haproxy.check import CheckReport, Severity, certificate_files, check_with_haproxy, parse_messages
 from kura_shaper.haproxy.decide import Decision, Kind, LocalCertificate, config_id, decide, dns_backends
 from kura_shaper.haproxy.generation import EMPTY, GatewayConfig, diff_text
 from kura_shaper.haproxy.maps import PEER_MAP, SNI_MAP
-from kura_shaper.haproxy.master import NotRunningError, ReloadFailedError, reload
+from kura_shaper.haproxy.master import NotRunningError, ReloadFailedError, read_workers, reload
 from kura_shaper.haproxy.render import render
 from kura_shaper.haproxy.running import read_running
 from kura_shaper.haproxy.write import find_generation, read_generation, withdraw_generation, write_generation
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from kura_shaper.tenants.document import TenantsDocument
 
 _LOCK = ".apply.lock"
+# A path that is one word to HAProxy, whatever it is asked.
+_ASKABLE = re.compile(r"[A-Za-z0-9/_.,:=@%+*-]+", re.ASCII)
 
 
 class Emptying(StrEnum):
@@ -156,9 +159,10 @@ def prepare(document: TenantsDocument, site: Site) -> Prepared:
 def carry_out(prepared: Prepared, site: Site) -> Applied:
     """Do what was prepared, read it back, and return what came of it.
 
-    A reload that the policy does not allow yet is deferred: nothing is written. Raises
-    CheckFailedError, and RefusedError when the gateway did not take it: the files from before
-    are then in force again, or it is said that they could not be.
+    A reload that the policy does not allow yet is deferred: nothing is written, unless it makes good
+    what the gateway did not take while it runs. Raises CheckFailedError, and RefusedError when the
+    gateway did not take it: the files from before are then in force again, or it is said that they
+    could not be. After StateUnknownError the new files are in force, and the gateway has them or not.
     """
     decision, running = prepared.decision, prepared.running
     if prepared.report and not prepared.report.passed:
@@ -175,7 +179,11 @@ def carry_out(prepared: Prepared, site: Site) -> Applied:
         return _applied(Outcome.UNCHANGED, prepared, running.workers)
     notes: tuple[str, ...] = ()
     if decision.kind is Kind.RUNTIME:
-        notes = _change_while_it_runs(decision, site)
+        notes = _change_while_it_runs(prepared, site)
+    if notes:
+        wait_s, why = _not_yet(running.workers, site.policy)
+        if why:
+            return _applied(Outcome.DEFERRED, prepared, running.workers, wait_s=wait_s, notes=(*notes, why))
     if decision.kind is Kind.RELOAD or notes:
         _reload(prepared, running, site)
     after = read_running(site.master, site.options, certificates=tuple(prepared.certificates))
@@ -243,6 +251,9 @@ def _local_certificates(options: GatewayOptions) -> tuple[dict[str, LocalCertifi
     if not paths:
         notes.append(f"no certificate is here at {options.certificate}, so its content is not compared")
     for path in paths:
+        if not _ASKABLE.fullmatch(str(path)):
+            notes.append(f"{str(path)!r} can't be asked for by that name, so its content is not compared")
+            continue
         try:
             pem, key = path.read_text(encoding="ascii"), path.with_suffix(".key")
             # As HAProxy does: a key that is not in the file is beside it.
@@ -266,15 +277,17 @@ def _not_yet(workers: Workers, policy: ReloadPolicy) -> tuple[int, str]:
     return 0, ""
 
 
-def _change_while_it_runs(decision: Decision, site: Site) -> tuple[str, ...]:
-    """Ask for each step; return why that was not enough, () when it was."""
-    for step in decision.steps:
+def _change_while_it_runs(prepared: Prepared, site: Site) -> tuple[str, ...]:
+    """Ask for each step and read back; return why that was not enough, () when it was."""
+    for step in prepared.decision.steps:
         try:
             step.perform(site.master)
         except RefusedError as error:
             # The files are written, so a reload brings what a step did not.
-            return (f"reloaded, since a change while it runs was refused: {error.message}",)
-    return ()
+            return (f"a reload, since a change while it runs was refused: {error.message}",)
+    after = read_running(site.master, site.options, certificates=tuple(prepared.certificates))
+    left = _left(prepared, after, site, loaded=prepared.loaded)
+    return (f"a reload, since a change while it runs did not last: {'; '.join(left[:3])}",) if left else ()
 
 
 def _reload(prepared: Prepared, running: Running, site: Site) -> None:
@@ -282,14 +295,17 @@ def _reload(prepared: Prepared, running: Running, site: Site) -> None:
     _write_servers_state(state, running, dns_backends(prepared.wanted))
     try:
         reload(site.master)
+    except StateUnknownError:
+        # The answer alone may be lost, so the gateway is asked what it runs.
+        if read_running(site.master, site.options).config_id != config_id(prepared.wanted):
+            raise
     except ReloadFailedError as error:
         _put_back(prepared, site, error)
         said = error.output.replace(f"{site.options.directory}/", "")
         findings = [f for f in parse_messages(said, prepared.wanted) if f.severity is Severity.ALERT and f.file]
         if not findings:
             raise
-        message = f"HAProxy did not start with it: {findings[0]}"
-        raise RefusedError(message, remedy="the files and the worker from before are in force") from error
+        raise ReloadFailedError(error.output, where=str(findings[0])) from error
     finally:
         # It says what is true now; a start next week must not read it.
         with suppress(OSError):
@@ -304,26 +320,55 @@ def _write_servers_state(path: Path, running: Running, wanted: Mapping[str, str]
         return
     temporary = path.with_suffix(".new")
     with suppress(OSError):
-        # Without it the new worker asks for the addresses first, which takes it a moment.
-        temporary.write_text(running.servers_head + "".join(f"{row}\n" for row in rows), encoding="ascii")
+        # Without it the new worker asks for the addresses first, which takes it a moment. The directory may be
+        # the gateway's own account's, so what lies there already, say a link, is not written through.
+        temporary.unlink(missing_ok=True)
+        with temporary.open("x", encoding="ascii") as file:
+            file.write(running.servers_head + "".join(f"{row}\n" for row in rows))
         temporary.replace(path)
 
 
 def _put_back(prepared: Prepared, site: Site, why: KuraShaperError) -> None:
     """Put what was in force before in force again: on disk, so that a restart finds it, and in the worker."""
-    good = prepared.previous if prepared.previous != prepared.wanted else prepared.loaded
     try:
-        if good is None or good == EMPTY:
+        good = _last_good(prepared, site)
+        if good == EMPTY:
             withdraw_generation(site.directory)
             return
-        write_generation(good, site.directory)
-        if prepared.decision.steps:
-            now = read_running(site.master, site.options)
-            for step in decide(good, now, site.options, loaded=prepared.loaded).steps:
-                step.perform(site.master)
+        keep = frozenset({prepared.loaded.generation} if prepared.loaded else ())
+        write_generation(good, site.directory, keep=keep)
+        if read_workers(site.master).is_disowned:
+            # HAProxy 3.2 hands the sockets of such a worker on to nobody: the next reload that fails would take
+            # the socket between edge and TLS away from it, and HTTPS with that. One that goes well ends this.
+            reload(site.master)
+            return
     except KuraShaperError as error:
         message = f"{why.message}; and the files from before could not be put back: {error.message}"
         raise RefusedError(message, remedy="put back the link `current` by hand before the gateway restarts") from why
+    if not prepared.decision.steps:
+        return
+    try:
+        now = read_running(site.master, site.options)
+        for step in decide(good, now, site.options, loaded=prepared.loaded).steps:
+            step.perform(site.master)
+    except KuraShaperError as error:
+        message = f"{why.message}; and what was changed while it runs could not be taken back: {error.message}"
+        raise RefusedError(message, remedy="the files from before are in force; apply again") from why
+
+
+def _last_good(prepared: Prepared, site: Site) -> GatewayConfig:
+    """Return the newest configuration that the worker has: of what it started with, and of what came while it runs.
+
+    That is what was in force, unless an apply was cut short, or files were only written.
+    """
+    running, loaded, previous = prepared.running, prepared.loaded, prepared.previous
+    if running is None or loaded is None:
+        return previous
+
+    def has(config: GatewayConfig) -> bool:
+        return decide(config, running, site.options, loaded=loaded).kind is not Kind.RELOAD
+
+    return previous if has(previous) else find_generation(site.directory, has) or loaded
 
 
 def _verify(prepared: Prepared, after: Running, site: Site, *, is_reloaded: bool) -> None:
@@ -334,12 +379,17 @@ def _verify(prepared: Prepared, after: Running, site: Site, *, is_reloaded: bool
             f"after the reload the gateway runs configuration {after.config_id or 'of somebody else'}",
             remedy=f"see whether its -f names {site.options.file('haproxy.cfg')}",
         )
-    left = decide(prepared.wanted, after, site.options, loaded=loaded, certificates=prepared.certificates)
-    if left.kind is not Kind.NONE:
+    if left := _left(prepared, after, site, loaded=loaded):
         raise RefusedError(
-            f"the gateway took everything, and does not have it: {'; '.join(left.reasons[:3])}",
+            f"the gateway took everything, and does not have it: {'; '.join(left[:3])}",
             remedy="see its log, and apply again",
         )
+
+
+def _left(prepared: Prepared, after: Running, site: Site, *, loaded: GatewayConfig | None) -> tuple[str, ...]:
+    """Return what the gateway still lacks of what was wanted."""
+    left = decide(prepared.wanted, after, site.options, loaded=loaded, certificates=prepared.certificates)
+    return () if left.kind is Kind.NONE else left.reasons
 
 
 def _applied(

@@ -194,9 +194,7 @@ def _server_steps(new: Sections, running: Running) -> Iterator[MoveServer]:
             check = _CHECK_PORT.search(match["rest"])
             check_port = int(check[1]) if check else 0
             server = running.servers.get(name)
-            moved = server is None or (server.address, server.port) != (address, port)
-            rechecked = server is not None and check_port not in {0, server.check_port}
-            if moved or rechecked:
+            if server is None or (server.address, server.port, server.check_port) != (address, port, check_port):
                 yield MoveServer(name, address, port, check_port)
 
 

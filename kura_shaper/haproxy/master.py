@@ -28,10 +28,11 @@ _RELOAD_S = 120.0
 _MAX_ANSWER_BYTES = 256 * 1024 * 1024
 
 _PROCESS = re.compile(
-    r"^(?P<pid>\d+)\s+(?P<kind>master|worker)\s+(?P<reloads>\d+)(?:\s+\[failed: (?P<failed>\d+)\])?"
-    r"\s+(?P<d>\d+)d(?P<h>\d+)h(?P<m>\d+)m(?P<s>\d+)s",
+    r"^(?P<pid>\d{1,10})\s+(?P<kind>master|worker)\s+\d+(?:\s+\[failed: \d+\])?"
+    r"\s+(?P<d>\d{1,9})d(?P<h>\d{1,9})h(?P<m>\d{1,9})m(?P<s>\d{1,9})s",
     re.ASCII,
 )
+_SPEAKER = re.compile(r"(\[[A-Z]+\]) \(\d+\) :", re.ASCII)
 
 
 class NotRunningError(RefusedError):
@@ -50,10 +51,14 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """The processes of one gateway: the worker that takes new connections, and those that only finish theirs."""
+    """The processes of one gateway: the worker that takes new connections, and those that only finish theirs.
+
+    `is_disowned` is true when the master calls the current one old.
+    """
 
     current: Worker
     old: tuple[Worker, ...] = ()
+    is_disowned: bool = False
 
 
 class Master(Protocol):
@@ -77,7 +82,7 @@ class MasterSocket:
         not come, or not whole, within the time for each part of it. ValueError for a command or
         payload that HAProxy would read as more than one.
         """
-        if not command.isprintable() or ";" in command or "\n\n" in payload or "\0" in payload:
+        if not (command.isascii() and command.isprintable()) or ";" in command or "\n\n" in payload or "\0" in payload:
             raise ValueError("a command is one line, and a payload has no empty line")
         text = f"{command} <<\n{payload.rstrip()}\n\n" if payload else f"{command}\n"
         try:
@@ -131,6 +136,7 @@ def parse_workers(text: str) -> Workers:
         # After a reload that failed, HAProxy 3.2 calls the worker old that serves on.
         current = min(old, key=lambda worker: worker.age_s)
         old.remove(current)
+        return Workers(current, tuple(old), is_disowned=True)
     if current is None:
         raise StateUnknownError("the gateway's master has no worker", remedy="see its log: it may be starting")
     return Workers(current, tuple(old))
@@ -139,25 +145,35 @@ def parse_workers(text: str) -> Workers:
 def reload(master: Master) -> str:
     """Let the master start a worker with the files on disk; return what HAProxy said.
 
-    Raises RefusedError, with HAProxy's words, when the new worker did not start: the old one
-    serves on.
+    Raises ReloadFailedError, with HAProxy's words, when the new worker did not start: the old
+    one serves on. StateUnknownError when HAProxy does not say how it ended.
     """
     answer = master.ask("reload", timeout_s=_RELOAD_S)
     head, _, words = answer.partition("--\n")
-    if "Success=1" not in head:
-        raise ReloadFailedError(words.strip() or answer.strip())
-    return words
+    if "Success=1" in head:
+        return words
+    if "Success=0" in head:
+        raise ReloadFailedError(words.strip())
+    said = " ".join(answer.split())[:200] or "nothing"
+    raise StateUnknownError(f"the gateway's master answers `{said}` to a reload", remedy="see its log, and apply again")
 
 
 class ReloadFailedError(RefusedError):
-    """The new worker did not start. `output` is what HAProxy said; the old worker serves on."""
+    """The new worker did not start. `output` is what HAProxy said; the old worker serves on.
+
+    `where` is the place in the files that it complains of, when that is known.
+    """
 
     code = "reload_failed"
 
-    def __init__(self, output: str) -> None:
-        alerts = [row for row in output.splitlines() if row.startswith("[ALERT]")]
+    def __init__(self, output: str, *, where: str = "") -> None:
+        rows = output.splitlines()
+        # Without the process id: the same failure is told in the same words.
+        words = _SPEAKER.sub(
+            r"\1", " ".join(" ".join([row for row in rows if row.startswith("[ALERT]")] or rows).split())
+        )
         super().__init__(
-            f"HAProxy refused the new configuration: {' '.join(' '.join(alerts or output.splitlines()).split())[:500]}",
-            remedy="the worker from before serves on",
+            f"HAProxy did not start with it: {where or words[:500]}",
+            remedy="the files and the worker from before are in force",
         )
         self.output = output

@@ -107,6 +107,8 @@ def parse_map(text: str) -> bytes | None:
     """Return a map as the bytes of a rendered file, from an answer to `show map`; None when it is not loaded."""
     if text.startswith("Unknown map identifier"):
         return None
+    if not text:
+        raise StateUnknownError("the gateway answers nothing when asked for a map")
     rows = []
     for row in text.splitlines():
         if row:
@@ -118,7 +120,12 @@ def parse_map(text: str) -> bytes | None:
 
 
 def parse_certificate_list(text: str) -> tuple[tuple[str, str, str], ...]:
-    """Return (host, certificate, id) of each row in an answer to `show ssl crt-list -n`, () when it is not loaded."""
+    """Return (host, certificate, id) of each row in an answer to `show ssl crt-list -n`, () when it is not loaded.
+
+    Raises StateUnknownError for another answer: a list that is taken for empty would be filled twice.
+    """
+    if not text.startswith(("# ", "didn't find the specified filename")):
+        raise StateUnknownError(f"the gateway answers {text[:80]!r} when asked for its certificate list")
     rows = []
     for row in text.splitlines():
         if row.startswith("/"):

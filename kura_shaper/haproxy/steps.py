@@ -106,7 +106,7 @@ class ReplaceCertificate:
 
 @dataclass(frozen=True, slots=True)
 class MoveServer:
-    """Send new requests of a server elsewhere. `check_port` 0 leaves the port that it is checked at alone."""
+    """Send new requests of a server elsewhere. With `check_port` 0 it is checked at its own port."""
 
     name: str
     address: str
@@ -120,8 +120,7 @@ class MoveServer:
     def perform(self, master: Master) -> None:
         """Ask for it. The answer is in words for people: whether it holds is told by reading the server back."""
         master.ask(f"@1 set server {self.name} addr {self.address} port {self.port}")
-        if self.check_port:
-            master.ask(f"@1 set server {self.name} check-port {self.check_port}")
+        master.ask(f"@1 set server {self.name} check-port {self.check_port}")
 
 
 Step: TypeAlias = ReplaceMap | AddHost | RemoveHost | ReplaceCertificate | MoveServer

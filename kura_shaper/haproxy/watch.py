@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from kura_shaper.errors import KuraShaperError, UsageError
 from kura_shaper.haproxy.apply import Applied, Outcome, alone, carry_out, prepare
 from kura_shaper.haproxy.decide import Kind
+from kura_shaper.haproxy.master import ReloadFailedError
 from kura_shaper.log import event
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _SECOND_NS = 1_000_000_000
 _FIRST_RETRY_S = 2
+_FAILED_RELOAD_S = 600
 _LOG = logging.getLogger("kura_shaper.haproxy.watch")
 
 Stamp = tuple[tuple[int, int, int, int] | None, ...]
@@ -108,8 +110,12 @@ class Watch:
                 applied = carry_out(prepare(document, site), site)
         except KuraShaperError as error:
             self.state.failures += 1
-            self.state.in_step = False
+            self.state.in_step = self.state.reload_pending = False
+            self._said.pop("reload", None)
             self._say("apply", logging.ERROR, str(error))
+            if isinstance(error, ReloadFailedError):
+                # While a new worker tries in vain to bind, HAProxy lets nobody connect for two seconds.
+                return max(_FAILED_RELOAD_S, self._resync_s)
             wait_s, self._retry_s = self._retry_s, min(2 * self._retry_s, self._resync_s)
             return wait_s
         self._retry_s = _FIRST_RETRY_S
@@ -120,7 +126,8 @@ class Watch:
         state, kind = self.state, applied.decision.kind
         state.in_step = applied.outcome in {Outcome.APPLIED, Outcome.UNCHANGED}
         state.reload_pending = applied.outcome is Outcome.DEFERRED
-        why = "; ".join(applied.notes) if state.reload_pending else ""
+        # The words tell how long ago, so they differ with each look; that is no news.
+        why = (self._said.get("reload") or "; ".join(applied.notes)) if state.reload_pending else ""
         self._say("reload", logging.WARNING if why else logging.INFO, why)
         nobody = "no gateway runs; the files are written" if applied.outcome is Outcome.NOT_RUNNING else ""
         self._say("gateway", logging.WARNING if nobody else logging.INFO, nobody)
