@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kura_shaper.cli import options, show
 from kura_shaper.tenants.file import load_tenants
 
+if TYPE_CHECKING:
+    from kura_shaper.tenants.kubernetes.instances import Compiled, RegionSettings
+
 app = typer.Typer(help="Look after the tenants document.", no_args_is_help=True)
+
+TenantsFile = Annotated[Path, typer.Argument(metavar="F", help="The tenants document.")]
 
 
 @app.callback()
@@ -20,7 +25,7 @@ def _group() -> None:
 
 @app.command(epilog="Example: kura-shaper tenants lint tenants.yaml --overlay side-by-side.yaml")
 def lint(
-    file: Annotated[Path, typer.Argument(metavar="F", help="The tenants document.")],
+    file: TenantsFile,
     overlay: options.OverlayFile = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -38,3 +43,61 @@ def lint(
         show.say(f"{overlay}: names for {named} of {len(document.tenants)} tenants, ports {ports}")
     if overlaps:
         show.say(f"note: mask {document.marks.mask:#x} is also used by {', '.join(overlaps)}, where a node runs it")
+
+
+@app.command(epilog="Example: kura-shaper tenants export --region us-east > tenants.yaml")
+def export(
+    region: Annotated[str, typer.Option("--region", metavar="R", help="The region.", envvar="KURA_SHAPER_REGION")],
+    namespace: Annotated[
+        str,
+        typer.Option(metavar="N", help="Where the KuraInstances are; '' is all.", envvar="KURA_SHAPER_NAMESPACE"),
+    ] = "kura",
+    kubeconfig: Annotated[
+        Path | None,
+        typer.Option(metavar="P", help="How to reach the cluster from outside.", envvar="KURA_SHAPER_KUBECONFIG"),
+    ] = None,
+    cluster_domain: Annotated[
+        str, typer.Option(metavar="D", help="The domain of Services.", envvar="KURA_SHAPER_CLUSTER_DOMAIN")
+    ] = "cluster.local",
+    as_json: options.AsJson = False,
+) -> int:
+    """Print the document that the KuraInstances of a region come to.
+
+    What is wrong with an instance goes to stderr, and the exit code is 1 when something is left out for it.
+    """
+    # The client is not for those who have no cluster: importing it takes half a second.
+    from kura_shaper.tenants.kubernetes.instances import RegionSettings
+    from kura_shaper.tenants.text import document_text
+
+    found = _compiled(RegionSettings(region=region, cluster_domain=cluster_domain), namespace, kubeconfig)
+    text = document_text(found.document)
+    for problem in found.problems:
+        typer.echo(f"kura-shaper: problem: {problem}", err=True)
+    if as_json:
+        problems = [
+            {"namespace": p.namespace, "name": p.name, "path": p.path, "message": p.message} for p in found.problems
+        ]
+        show.print_json({"region": region, "document": text, "problems": problems})
+    else:
+        show.say(text, newline=False)
+    return 1 if any(problem.is_loss for problem in found.problems) else 0
+
+
+def _compiled(settings: RegionSettings, namespace: str, kubeconfig: Path | None) -> Compiled:
+    import asyncio
+    from random import Random
+
+    from kura_shaper.tenants.kubernetes.access import Access, HttpApi
+    from kura_shaper.tenants.kubernetes.instances import compile_region
+    from kura_shaper.tenants.kubernetes.pace import SystemAsyncClock
+    from kura_shaper.tenants.kubernetes.reflector import Reflector
+    from kura_shaper.tenants.kubernetes.source import instances_resource
+
+    async def read() -> Compiled:
+        clock = SystemAsyncClock()
+        resource = instances_resource(namespace, marks=settings.marks)
+        async with HttpApi(Access(kubeconfig, clock=clock)) as api:
+            listing = await Reflector(api, resource, clock=clock, random=Random()).read()  # noqa: S311
+        return compile_region(listing.objects.values(), settings)
+
+    return asyncio.run(read())

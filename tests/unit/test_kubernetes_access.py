@@ -1,0 +1,317 @@
+"""The API server is reached as the pod or the kubeconfig says, and whatever a connection ends by is one error."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from contextlib import asynccontextmanager, closing
+from typing import TYPE_CHECKING
+
+import pytest
+import trustme
+from aiohttp import web
+from kubernetes_rig import INSTANCES, Reflecting, in_a_loop, served
+
+from kura_shaper.cli.main import run
+from kura_shaper.tenants.file import parse_tenants
+from kura_shaper.tenants.kubernetes.access import Access, HttpApi
+from kura_shaper.tenants.kubernetes.fake import FakeApi, FakeAsyncClock, refusal
+from kura_shaper.tenants.kubernetes.pace import SystemAsyncClock
+from kura_shaper.tenants.kubernetes.reflector import Timing
+from kura_shaper.tenants.kubernetes.wire import ApiError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+CLASS = "kura.tuist.dev/egress-class-id"
+
+
+def kubeconfig(path: Path, server: str, *, token: str = "t1", ca: Path | None = None) -> Path:
+    """Write a kubeconfig."""
+    cluster = {"server": server} | ({"certificate-authority": str(ca)} if ca else {})
+    whole = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "c",
+        "clusters": [{"name": "c", "cluster": cluster}],
+        "users": [{"name": "u", "user": {"token": token} if token else {}}],
+        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+    }
+    path.write_text(json.dumps(whole))
+    return path
+
+
+@asynccontextmanager
+async def reached(path: Path, server: str) -> AsyncIterator[HttpApi]:
+    async with HttpApi(Access(kubeconfig(path / "config", server), clock=FakeAsyncClock())) as api:
+        yield api
+
+
+async def read(api: HttpApi, *, idle_s: float = 5) -> tuple[int, bytes]:
+    async with api.get(INSTANCES, {}, idle_s=idle_s, total_s=idle_s) as answer:
+        return answer.status, await answer.body()
+
+
+@in_a_loop
+async def test_a_reflector_follows_over_http_what_it_follows_in_memory(tmp_path: Path) -> None:
+    fake = FakeApi()
+    for number in range(7):
+        fake.put(f"n{number}", {"spec": number})
+    async with served(fake) as server, reached(tmp_path, server) as api:
+        known = Reflecting(api, SystemAsyncClock(), timing=Timing(page_objects=3, backoff_least_ns=1_000_000))
+        async with known.running():
+            await fake.until(lambda: bool(fake.watches))
+            fake.put("big", {"spec": "x" * 1_500_000})
+            fake.delete("n0")
+            await known.until(lambda: "big" in known.objects and "n0" not in known.objects)
+            fake.end_watches(ApiError("cut"))
+            fake.delete("n1")
+            await known.until(lambda: "n1" not in known.objects)
+            fake.delete("n2")
+            fake.forget()
+            fake.end_watches(ApiError("cut"))
+            await known.until(lambda: "n2" not in known.objects)
+
+
+@in_a_loop
+async def test_a_hung_connection_is_given_up_on(tmp_path: Path) -> None:
+    release = asyncio.Event()
+
+    async def hang(_: web.Request) -> None:
+        await release.wait()
+
+    async with served(FakeApi(), before=hang) as server, reached(tmp_path, server) as api:
+        with pytest.raises(ApiError, match="can't be reached"):
+            await read(api, idle_s=0.05)
+        release.set()
+
+
+@in_a_loop
+async def test_a_line_beyond_every_object_is_an_error(tmp_path: Path) -> None:
+    fake = FakeApi()
+    async with served(fake) as server, reached(tmp_path, server) as api:
+        known = Reflecting(api, FakeAsyncClock())
+        async with known.running():
+            await fake.until(lambda: bool(fake.watches))
+            fake.say(b'"' + b"x" * 9_000_000 + b'"\n')
+            await fake.until(lambda: len(fake.asked) == 3)
+            assert "can't be reached" in known.reflector.state.failure
+
+
+@in_a_loop
+async def test_refusals_redirects_and_texts_are_handed_on_as_they_are(tmp_path: Path) -> None:
+    fake = FakeApi()
+
+    async def redirect(request: web.Request) -> web.Response | None:
+        return web.Response(status=302, headers={"Location": "/elsewhere"}) if request.path == INSTANCES else None
+
+    async with served(fake, before=redirect) as server, reached(tmp_path, server) as api:
+        assert (await read(api))[0] == 302
+    assert fake.asked == []
+    fake.answer = lambda _: refusal(429, "busy", retry_after_ns=1)
+    async with served(fake) as server, reached(tmp_path, server) as api, api.get(INSTANCES, {}, idle_s=5) as answer:
+        assert (answer.status, answer.retry_after_ns) == (429, 7_000_000_000)
+
+
+@in_a_loop
+async def test_a_pods_token_is_read_anew_for_each_request(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    async def note(request: web.Request) -> None:
+        seen.append(request.headers["Authorization"])
+
+    authority = trustme.CA()
+    (tmp_path / "ca.crt").write_bytes(authority.cert_pem.bytes())
+    (tmp_path / "token").write_text("one\n")
+    async with served(FakeApi(), before=note) as server:
+        host, _, port = server.removeprefix("http://").partition(":")
+        environ = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
+        access = Access(clock=FakeAsyncClock(), environ=environ, service_account=tmp_path)
+        assert access.is_in_cluster
+        configuration = await access.configuration()
+        assert configuration.host == f"https://{host}:{port}"
+        assert await configuration.get_api_key_with_prefix("BearerToken") == "bearer one\n"
+        (tmp_path / "token").write_text("two")
+        configuration = await access.configuration()
+        assert await configuration.get_api_key_with_prefix("BearerToken") == "bearer two"
+        async with HttpApi(access) as api:
+            with pytest.raises(ApiError, match="can't be reached"):  # it speaks no TLS
+                await read(api)
+
+
+@in_a_loop
+async def test_a_kubeconfig_is_kept_for_a_minute_and_read_anew_when_it_was_refused(tmp_path: Path) -> None:
+    seen: list[str] = []
+    fake = FakeApi()
+
+    async def note(request: web.Request) -> None:
+        seen.append(request.headers.get("Authorization", ""))
+
+    clock, path = FakeAsyncClock(), tmp_path / "config"
+    async with served(fake, before=note) as server, HttpApi(Access(kubeconfig(path, server), clock=clock)) as api:
+        await read(api)
+        kubeconfig(path, server, token="t2")
+        clock.advance_s(59)
+        fake.answer = lambda _: refusal(401, "Unauthorized")
+        assert (await read(api))[0] == 401
+        await read(api)
+        kubeconfig(path, server, token="")
+        fake.answer = lambda _: None
+        await read(api)
+        clock.advance_s(60)
+        await read(api)
+    assert seen == ["Bearer t1", "Bearer t1", "Bearer t2", "", ""]
+
+
+@in_a_loop
+async def test_a_certificate_authority_that_is_replaced_is_followed(tmp_path: Path) -> None:
+    old, new = trustme.CA(), trustme.CA()
+    trusted = tmp_path / "ca.crt"
+    trusted.write_bytes(old.cert_pem.bytes())
+    import ssl
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    new.issue_cert("127.0.0.1").configure_cert(context)
+    app = web.Application()
+    app.router.add_get("/{tail:.*}", _ok)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
+    server = f"https://127.0.0.1:{runner.addresses[0][1]}"
+    access = Access(kubeconfig(tmp_path / "config", server, ca=trusted), clock=FakeAsyncClock())
+    try:
+        async with HttpApi(access) as api:
+            with pytest.raises(ApiError, match="CERTIFICATE_VERIFY_FAILED"):
+                await read(api)
+            trusted.write_bytes(new.cert_pem.bytes())
+            assert (await read(api))[0] == 200
+            trusted.unlink()
+            with pytest.raises(ApiError):
+                await read(api)
+    finally:
+        await runner.cleanup()
+
+
+async def _ok(_: web.Request) -> web.Response:
+    return web.Response(text="ok")
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "a: b", "current-context: c", "\x00", '{"users": 7}'])
+@in_a_loop
+async def test_a_kubeconfig_that_can_not_be_used_is_said_to_be(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "config"
+    if content is not None:
+        path.write_text(content)
+    for access in (
+        Access(path, clock=FakeAsyncClock()),
+        Access(clock=FakeAsyncClock(), environ={"KUBECONFIG": str(path)}),
+    ):
+        assert not access.is_in_cluster
+        async with HttpApi(access) as api:
+            with pytest.raises(ApiError, match="can't be used"):
+                await read(api)
+
+
+@in_a_loop
+async def test_several_kubeconfigs_are_laid_over_each_other(tmp_path: Path) -> None:
+    paths = os.pathsep.join((str(tmp_path / "none"), str(kubeconfig(tmp_path / "config", "http://127.0.0.1:1"))))
+    access = Access(clock=FakeAsyncClock(), environ={"KUBECONFIG": paths})
+    assert (await access.configuration()).host == "http://127.0.0.1:1"
+
+
+@in_a_loop
+async def test_a_pod_without_a_token_is_said_to_be_one(tmp_path: Path) -> None:
+    environ = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "443"}
+    access = Access(clock=FakeAsyncClock(), environ=environ, service_account=tmp_path)
+    with pytest.raises(ApiError, match="the service account can't be used"):
+        await access.configuration()
+
+
+@in_a_loop
+async def test_without_the_client_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kubernetes.aio.client", None)
+    with pytest.raises(ApiError, match=r"kura-shaper\[kubernetes\]"):
+        await Access(clock=FakeAsyncClock()).configuration()
+
+
+def test_a_command_without_a_cluster_does_not_pay_for_the_client() -> None:
+    program = "import sys, kura_shaper.cli.main; print([m for m in ('kubernetes', 'aiohttp') if m in sys.modules])"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout == "[]\n"
+
+
+# The command.
+
+
+def exported(tmp_path: Path, capfd: pytest.CaptureFixture[str], fake: FakeApi, *options: str) -> tuple[int, str, str]:
+    """Run the export against an API in memory, which a process of its own serves over HTTP."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        asyncio.run(_serve_until_killed(fake, writer))
+        os._exit(0)
+    os.close(writer)
+    try:
+        with closing(os.fdopen(reader)) as told:
+            config = kubeconfig(tmp_path / "config", told.readline().strip())
+        words = ["kura-shaper", "tenants", "export", "--region", "us-east", "--kubeconfig", str(config), *options]
+        before, sys.argv = sys.argv, words
+        with pytest.raises(SystemExit) as caught:
+            run()
+    finally:
+        sys.argv = before
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+    out, err = capfd.readouterr()
+    code = caught.value.code
+    return code if isinstance(code, int) else 0, out, err
+
+
+async def _serve_until_killed(fake: FakeApi, writer: int) -> None:
+    async with served(fake) as server:
+        os.write(writer, f"{server}\n".encode())
+        await asyncio.Event().wait()
+
+
+def region(*accounts: tuple[str, str]) -> FakeApi:
+    fake = FakeApi()
+    for account, floor in accounts:
+        number = 0x100 + len(account)
+        spec = {"accountHandle": account, "region": "us-east", "egressGuaranteedMbps": int(floor)}
+        fake.put(f"kura-{account}", {"metadata": {"annotations": {CLASS: f"1:{number:x}"}}, "spec": spec})
+    return fake
+
+
+def test_an_export_is_the_document_of_the_region_and_loads_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fake = region(("acme", "25"), ("beta2", "0"))
+    code, out, err = exported(tmp_path, capfd, fake)
+    document = parse_tenants(out, file="exported")
+    assert (code, err) == (0, "")
+    assert [(tenant.name, tenant.class_id) for tenant in document.tenants] == [("acme", 0x104), ("beta2", 0x105)]
+    assert exported(tmp_path, capfd, fake)[1] == out
+
+
+def test_an_export_with_problems_says_them_and_ends_with_1(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, err = exported(tmp_path, capfd, region(("acme", "25"), ("beta2", "-1")))
+    assert (code, len(parse_tenants(out, file="exported").tenants)) == (1, 1)
+    assert err.startswith("kura-shaper: problem: kura/kura-beta2: spec.egressGuaranteedMbps: ")
+    code, out, err = exported(tmp_path, capfd, region(("acme", "25"), ("beta2", "-1")), "--json")
+    found = json.loads(out)
+    assert (code, len(found["problems"]), found["region"]) == (1, 1, "us-east")
+    assert len(parse_tenants(found["document"], file="exported").tenants) == 1
+
+
+def test_an_api_that_can_not_be_read_exports_nothing_and_ends_with_4(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fake = region(("acme", "25"))
+    fake.answer = lambda _: refusal(403, "kurainstances is forbidden")
+    code, out, err = exported(tmp_path, capfd, fake, "--namespace", "")
+    assert (code, out) == (4, "")
+    assert "403: kurainstances is forbidden" in err
