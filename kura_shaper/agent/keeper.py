@@ -9,6 +9,7 @@ document or the settings asked for, or drift, which is a change that nobody aske
 from __future__ import annotations
 
 from collections import Counter, deque
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -45,9 +46,10 @@ from kura_shaper.tree.preflight import Permission, is_ours
 from kura_shaper.tree.snapshot import Unknown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from kura_shaper.clock import Clock
+    from kura_shaper.kernel.apply import Applied
     from kura_shaper.kernel.device import TrafficControl
     from kura_shaper.kernel.journal import Journal
     from kura_shaper.kernel.prove import Proof, Prove
@@ -61,6 +63,9 @@ REBUILDS_AN_HOUR = 3
 _HOUR_NS = 3600 * 1_000_000_000
 # Proofs send frames; a burst of events must not become a burst of frames.
 _PROOF_EVERY_NS = 10_000_000_000
+# Whether a class has fallen silent takes two seconds to see, in which nothing else is mended.
+_DRAIN_EVERY_NS = 30_000_000_000
+_LOCK_WITHIN_NS, _LOCK_EVERY_NS = 1_000_000_000, 20_000_000
 
 
 class DriftKind(StrEnum):
@@ -86,12 +91,22 @@ class Verdict(StrEnum):
     WAITS = "waits"
     FAILED = "failed"
     UNKNOWN = "unknown"
+    DRAINING = "draining"
+
+    @property
+    def is_well(self) -> bool:
+        """Whether the device is as wanted, but for classes that go when their last connection has ended."""
+        return self in _WELL
+
+
+_WELL = frozenset({Verdict.IN_STEP, Verdict.INSTALLED, Verdict.CHANGED, Verdict.REPAIRED, Verdict.DRAINING})
 
 
 @dataclass(frozen=True, slots=True)
 class Looked:
     """One look at a device. `reasons` say, a line each, what keeps it from being in step; `operations` were
-    done, or in observe mode would be. `shape` and `why_shape` are of the tree that is wanted.
+    done, or in observe mode would be, and `pending` are left to do. `shape` and `why_shape` are of the tree
+    that is wanted. After `again_in_ns` another look is due even if nothing is heard (0: there is no such need).
 
     `proof` is the newest proof of steering, None where none is needed or none was made yet. `foreign`
     names whoever else has a hand on the device, `findings` what a person should mend.
@@ -100,6 +115,7 @@ class Looked:
     verdict: Verdict
     reasons: tuple[str, ...] = ()
     operations: tuple[str, ...] = ()
+    pending: int = 0
     drift: tuple[tuple[DriftKind, int], ...] = ()
     shape: Shape | None = None
     shaped_queues: int = 0
@@ -107,11 +123,12 @@ class Looked:
     proof: Proof | None = None
     foreign: tuple[str, ...] = ()
     findings: tuple[str, ...] = ()
+    again_in_ns: int = 0
 
 
 @dataclass(slots=True)
 class Tally:
-    """Counts since the agent started."""
+    """Counts since the agent started. A look that finds both counts as a change and as a repair."""
 
     installs: int = 0
     changes: int = 0
@@ -134,14 +151,17 @@ class DeviceKeeper:
         self.tally = Tally()
         self._control, self._journal, self._capabilities = control, journal, capabilities
         self._clock, self._prove = clock, prove
-        self._left: tuple[TenantsDocument, TreeSettings] | None = None
+        # What was asked for at the last look, and what of it could not be done or has to wait.
+        self._left: _Asked | None = None
+        self._undone: frozenset[Operation] = frozenset()
         self._rebuilds_ns: deque[int] = deque()
         self._proof: Proof | None = None
         self._proved_at_ns = -_PROOF_EVERY_NS
 
     def follow(self, before: DeviceKeeper) -> None:
         """Go on where another keeper of the same device stops, so that nothing is counted from 0 or taken for new."""
-        self.tally, self._left, self._rebuilds_ns = before.tally, before._left, before._rebuilds_ns
+        self.tally, self._left, self._undone = before.tally, before._left, before._undone
+        self._rebuilds_ns = before._rebuilds_ns
 
     def look(
         self,
@@ -152,89 +172,138 @@ class DeviceKeeper:
         permission: Permission = Permission.NONE,
     ) -> Looked:
         """Look once and, unless `observe`, do what is to be done. Never raises for what a kernel can do."""
+        asked = _Asked(document, settings, permission)
+        if observe:
+            # What others do to the tree while we keep off is their business, not drift.
+            self._left = None
         try:
             actual = self._control.snapshot()
             if isinstance(actual, Unknown):
                 return Looked(Verdict.UNKNOWN, (actual.reason,))
-            wanted = build(
-                document,
-                actual.device,
-                settings=settings,
-                capabilities=self._capabilities,
-                in_force=in_force_for(actual, settings, permission),
-            )
-            planned = plan(wanted, actual, permission)
-            seen = _Seen(actual, planned, wanted.tree.shape, len(wanted.tree.htbs))
-            if planned.unknown:
-                return Looked(Verdict.UNKNOWN, (planned.unknown,))
-            if planned.refusals:
-                return self._waiting(seen, tuple(map(str, planned.refusals)))
-            if not planned.operations:
-                return self._settled(seen, document, settings)
+            seen = self._seen(asked, actual)
+            if seen.planned.unknown:
+                return Looked(Verdict.UNKNOWN, (seen.planned.unknown,))
+            if seen.planned.refusals:
+                return self._looked(seen, Verdict.WAITS, tuple(map(str, seen.planned.refusals)))
+            if not seen.planned.operations:
+                return self._settled(seen, asked, observe=observe)
             if observe:
-                return self._looked(seen, Verdict.WOULD_CHANGE)
-            return self._act(seen, document, settings, permission)
+                planned = seen.planned.operations
+                return self._looked(seen, Verdict.WOULD_CHANGE, operations=planned, pending=len(planned))
+            return self._act(seen, asked)
         except RefusedError as error:
             return Looked(Verdict.WAITS, (str(error),))
         except KuraShaperError as error:
             return Looked(Verdict.FAILED, (str(error),))
 
-    def _settled(self, seen: _Seen, document: TenantsDocument, settings: TreeSettings) -> Looked:
-        self._left = (document, settings)
-        if seen.shape is Shape.MQ and self._clock.now_ns() - self._proved_at_ns >= _PROOF_EVERY_NS:
-            self._proved(self._prove(self._control, document.marks, clock=self._clock))
-        unproven = self._unproven(seen)
-        return self._looked(seen, Verdict.FAILED if unproven else Verdict.IN_STEP, unproven)
+    def _seen(self, asked: _Asked, actual: Snapshot) -> _Seen:
+        wanted = build(
+            asked.document,
+            actual.device,
+            settings=asked.settings,
+            capabilities=self._capabilities,
+            in_force=in_force_for(actual, asked.settings, asked.permission),
+        )
+        return _Seen(actual, plan(wanted, actual, asked.permission), wanted.tree.shape, len(wanted.tree.htbs))
 
-    def _act(self, seen: _Seen, document: TenantsDocument, settings: TreeSettings, permission: Permission) -> Looked:
+    def _settled(self, seen: _Seen, asked: _Asked, *, observe: bool = False) -> Looked:
+        self._left, self._undone = None if observe else asked, frozenset()
+        again_in_ns = 0
+        if seen.shape is Shape.MQ:
+            again_in_ns = max(0, self._proved_at_ns + _PROOF_EVERY_NS - self._clock.now_ns())
+            if not again_in_ns:
+                self._proved(self._prove(self._control, asked.document.marks, clock=self._clock))
+        unproven = self._unproven(seen)
+        return self._looked(seen, Verdict.FAILED if unproven else Verdict.IN_STEP, unproven, again_in_ns=again_in_ns)
+
+    def _act(self, seen: _Seen, asked: _Asked) -> Looked:
         if seen.planned.impact is Impact.DEVICE_LOSS and not self._may_rebuild():
             words = f"the tree was rebuilt {REBUILDS_AN_HOUR} times within an hour: somebody takes it away"
-            return self._waiting(seen, (f"{words}; find out who, the next try is within the hour",))
-        nature = self._nature(seen, document, settings)
-        with self._journal.locked():
+            reasons = (f"{words}; find out who, the next try is within the hour",)
+            return self._looked(seen, Verdict.WAITS, reasons, pending=len(seen.planned.operations))
+        drifted = self._drifted(seen, asked)
+        with self._locked():
             applied = apply_document(
-                document,
+                asked.document,
                 self._control,
                 self._journal,
-                settings=settings,
+                settings=asked.settings,
                 capabilities=self._capabilities,
-                permission=permission,
+                permission=asked.permission,
                 clock=self._clock,
                 prove=self._prove,
             )
         if applied.plan.impact is Impact.DEVICE_LOSS:
             self._rebuilds_ns.append(self._clock.now_ns())
         self._proved(applied.proof)
-        failed = [o for o in applied.outcomes if o.status not in {Status.DONE, Status.BUSY}]
-        reasons = (*(f"{o.operation.describe()}: {o.detail}" for o in failed), *map(str, applied.plan.refusals))
         if applied.plan.unknown:
             return Looked(Verdict.UNKNOWN, (applied.plan.unknown,))
-        if not applied.outcomes and not reasons:
-            return self._settled(seen, document, settings)
-        drift = self._count(nature, applied.plan.operations)
-        done = [o.operation.describe() for o in applied.outcomes if o.status is Status.DONE]
-        if not reasons:
-            self._left = (document, settings)
-        verdict = Verdict.FAILED if reasons else nature
-        return self._looked(seen, verdict, (*reasons, *self._unproven(seen)), operations=done, drift=drift)
+        if not applied.outcomes and not applied.plan.refusals:
+            return self._settled(seen, asked)
+        return self._told(seen, asked, applied, drifted)
 
-    def _nature(self, seen: _Seen, document: TenantsDocument, settings: TreeSettings) -> Verdict:
-        """Tell what doing something now would be: it is drift only when nobody asked for anything else."""
-        if self._left == (document, settings):
-            return Verdict.REPAIRED
-        return Verdict.CHANGED if is_ours(seen.actual.root) else Verdict.INSTALLED
+    def _told(self, seen: _Seen, asked: _Asked, applied: Applied, drifted: frozenset[Operation]) -> Looked:
+        """Count what was done and say what was not."""
+        done = [o.operation for o in applied.outcomes if o.status is Status.DONE]
+        undone = [o for o in applied.outcomes if o.status is not Status.DONE]
+        failed = [f"{o.operation.describe()}: {o.detail}" for o in undone if o.status is not Status.BUSY]
+        busy = tuple(f"{o.operation.describe()}: {o.detail}" for o in undone if o.status is Status.BUSY)
+        verdict = self._count(seen, asked, drifted, is_done=bool(done))
+        drift = tuple(sorted(drift_of(drifted).items()))
+        self._left, self._undone = asked, frozenset(o.operation for o in undone)
+        reasons = (*failed, *map(str, applied.plan.refusals), *self._unproven(seen))
+        if reasons:
+            verdict = Verdict.FAILED if failed or not applied.plan.refusals else Verdict.WAITS
+        return self._looked(
+            seen,
+            verdict,
+            (*reasons, *busy),
+            operations=done,
+            pending=len(undone),
+            drift=drift,
+            again_in_ns=_DRAIN_EVERY_NS if busy else 0,
+        )
 
-    def _count(self, nature: Verdict, operations: Iterable[Operation]) -> tuple[tuple[DriftKind, int], ...]:
-        if nature is Verdict.INSTALLED:
+    def _drifted(self, seen: _Seen, asked: _Asked) -> frozenset[Operation]:
+        """Return what would bring back what was left, whatever is asked for now: nobody asked for that to change."""
+        if self._left is None:
+            return frozenset()
+        if self._left.is_like(asked):
+            return frozenset(seen.planned.operations) - self._undone
+        try:
+            return frozenset(self._seen(self._left, seen.actual).planned.operations) - self._undone
+        except KuraShaperError:
+            return frozenset()
+
+    def _count(self, seen: _Seen, asked: _Asked, drifted: frozenset[Operation], *, is_done: bool) -> Verdict:
+        """Count one act and tell what it was. Drift counts once, even when it can't be mended at once."""
+        drift = drift_of(drifted)
+        self.tally.drift.update(drift)
+        if not is_done:
+            return Verdict.DRAINING
+        if not is_ours(seen.actual.root) and DriftKind.ROOT not in drift:
             self.tally.installs += 1
-        elif nature is Verdict.CHANGED:
-            self.tally.changes += 1
-        else:
-            found = drift_of(operations)
-            self.tally.repairs += 1
-            self.tally.drift.update(found)
-            return tuple(sorted(found.items()))
-        return ()
+            return Verdict.INSTALLED
+        self.tally.repairs += bool(drifted)
+        if self._left is not None and self._left.is_like(asked):
+            return Verdict.REPAIRED if drifted else Verdict.CHANGED
+        self.tally.changes += 1
+        return Verdict.CHANGED
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the device, and wait a moment for it: who balances its budget takes it ten times a second."""
+        deadline_ns = self._clock.now_ns() + _LOCK_WITHIN_NS
+        with ExitStack() as stack:
+            while True:
+                try:
+                    stack.enter_context(self._journal.locked())
+                    break
+                except RefusedError:
+                    if self._clock.now_ns() >= deadline_ns:
+                        raise
+                self._clock.wait_ns(_LOCK_EVERY_NS)
+            yield
 
     def _may_rebuild(self) -> bool:
         while self._rebuilds_ns and self._clock.now_ns() - self._rebuilds_ns[0] >= _HOUR_NS:
@@ -250,25 +319,24 @@ class DeviceKeeper:
             return ()
         return (f"steering is not proven: {self._proof.reason}",)
 
-    def _waiting(self, seen: _Seen, reasons: tuple[str, ...]) -> Looked:
-        return self._looked(seen, Verdict.WAITS, reasons, operations=())
-
     def _looked(
         self,
         seen: _Seen,
         verdict: Verdict,
         reasons: tuple[str, ...] = (),
         *,
-        operations: Iterable[str] | None = None,
+        operations: Iterable[Operation] = (),
+        pending: int = 0,
         drift: tuple[tuple[DriftKind, int], ...] = (),
+        again_in_ns: int = 0,
     ) -> Looked:
-        planned = (operation.describe() for operation in seen.planned.operations)
         why = next((note.message for note in seen.planned.notes if note.code == "shape"), "")
         findings = tuple(note.message for note in seen.planned.notes if note.weight is Weight.FINDING)
         return Looked(
             verdict=verdict,
             reasons=reasons,
-            operations=tuple(planned if operations is None else operations),
+            operations=tuple(operation.describe() for operation in operations),
+            pending=pending,
             drift=drift,
             shape=seen.shape,
             shaped_queues=seen.shaped_queues,
@@ -276,7 +344,21 @@ class DeviceKeeper:
             proof=self._proof if seen.shape is Shape.MQ else None,
             foreign=foreign_owners(seen.actual),
             findings=findings,
+            again_in_ns=again_in_ns,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a device is to be."""
+
+    document: TenantsDocument
+    settings: TreeSettings
+    permission: Permission
+
+    def is_like(self, other: _Asked) -> bool:
+        """Whether it is the same tree that is asked for, whatever may be done for it."""
+        return (self.document, self.settings) == (other.document, other.settings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,17 @@ import os
 import selectors
 import socket
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from kura_shaper.agent.devices import KeptDevice
+from kura_shaper.agent.due import Due
 from kura_shaper.agent.events import KernelEvents
 from kura_shaper.agent.keeper import Looked, Verdict
 from kura_shaper.agent.marker import read_marker
 from kura_shaper.agent.view import AgentView
-from kura_shaper.errors import KuraShaperError
+from kura_shaper.errors import KuraShaperError, UsageError
 from kura_shaper.kernel.links import egress_devices, read_device
 from kura_shaper.log import event
 from kura_shaper.tree.build import TreeSettings
@@ -38,11 +40,10 @@ if TYPE_CHECKING:
     from kura_shaper.units import Rate
 
 _LOG = logging.getLogger("kura_shaper.agent")
-_MS, _SECOND = 1_000_000, 1_000_000_000
-# A burst of events is one look: short enough that drift is mended within two seconds, with room.
-DEBOUNCE_NS, DEBOUNCE_MAX_NS = 200 * _MS, 1_000 * _MS
+_SECOND = 1_000_000_000
 _TURN_EVERY_S = 5.0
 _RETRY_FIRST_NS, _RETRY_MAX_NS = 2 * _SECOND, 60 * _SECOND
+_OUR_FAULT = "a fault of the agent itself, see its log"
 # The shaper that this fleet ran before: it shapes the pods' own leg, by a device of this name.
 _OTHER_SHAPER_DEVICE, OTHER_SHAPER = "kura-egress0", "egress-tree-agent"
 
@@ -64,9 +65,10 @@ class Agent:
         self._files = files
         self._kept: dict[str, KeptDevice] = {}
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._wakes: set[str] = set()
+        # A queue that a signal handler may put to while its own thread takes from it.
+        self._wakes: SimpleQueue[str] = SimpleQueue()
         self._is_stopped = False
-        self._due_ns, self._first_ns = clock.now_ns(), 0
+        self._due = Due(clock.now_ns())
         self._retry_ns = _RETRY_FIRST_NS
         self._said: dict[str, str] = {}
 
@@ -76,58 +78,64 @@ class Agent:
         self.wake("stop")
 
     def wake(self, reason: str) -> None:
-        """Let the agent look soon. For any thread, and for signals."""
-        self._wakes.add(reason)
+        """Let the agent look soon. For any thread, and for signals; reasons are of a fixed list, for the metrics."""
+        self._wakes.put(reason)
         with suppress(BlockingIOError):
             os.eventfd_write(self._wake_fd, 1)
 
     def run(self) -> None:
-        """Keep everything in step until stopped."""
-        kernel = KernelEvents()
-        with selectors.DefaultSelector() as selector, ThreadPoolExecutor(1, "look") as worker:
-            selector.register(kernel, selectors.EVENT_READ)
-            selector.register(self._wake_fd, selectors.EVENT_READ)
-            if self._files is not None:
-                selector.register(self._files, selectors.EVENT_READ)
-            look: Future[int] | None = None
-            while not (self._is_stopped and look is None):
-                selector.select(self._patience_s(look))
-                self.view.alive_at_ns = self._clock.now_ns()
-                self._hear(kernel)
-                if look is not None and look.done():
-                    self._plan_next(look.result())
-                    look = None
-                if look is None and not self._is_stopped and self._clock.now_ns() >= self._due_ns:
-                    self._first_ns = 0
-                    self._due_ns = self._clock.now_ns() + self._settings.resync_s * _SECOND
-                    look = worker.submit(self._look)
-                    look.add_done_callback(lambda _: os.eventfd_write(self._wake_fd, 1))
-        kernel.close()
+        """Keep everything in step until stopped. Once."""
+        with ExitStack() as stack:
+            stack.callback(os.close, self._wake_fd)
+            stack.callback(self._close_devices)
+            kernel = KernelEvents()
+            stack.callback(kernel.close)
+            selector = stack.enter_context(selectors.DefaultSelector())
+            descriptors = [kernel.fileno(), self._wake_fd, *([self._files.fileno()] if self._files else [])]
+            for descriptor in descriptors:
+                selector.register(descriptor, selectors.EVENT_READ)
+            self._turn(kernel, selector, stack.enter_context(ThreadPoolExecutor(1, "look")))
+
+    def _turn(self, kernel: KernelEvents, selector: selectors.BaseSelector, worker: ThreadPoolExecutor) -> None:
+        look: Future[int] | None = None
+        while not (self._is_stopped and look is None):
+            selector.select(self._patience_s(look))
+            self.view.alive_at_ns = self._clock.now_ns()
+            self._hear(kernel)
+            if look is not None and look.done():
+                self._due.no_later(self._clock.now_ns() + look.result())
+                look = None
+            if look is None and not self._is_stopped and self._clock.now_ns() >= self._due.at_ns:
+                self._due.began(self._clock.now_ns() + self._settings.resync_s * _SECOND)
+                look = worker.submit(self._look)
+                look.add_done_callback(lambda _: os.eventfd_write(self._wake_fd, 1))
+
+    def _close_devices(self) -> None:
         for kept in self._kept.values():
             kept.close()
 
     def _patience_s(self, look: Future[int] | None) -> float:
         if look is not None:
             return _TURN_EVERY_S
-        return min(_TURN_EVERY_S, max(0.0, (self._due_ns - self._clock.now_ns()) / _SECOND))
+        return min(_TURN_EVERY_S, max(0.0, (self._due.at_ns - self._clock.now_ns()) / _SECOND))
 
     def _hear(self, kernel: KernelEvents) -> None:
-        """Take in what woke the loop, and look soon: after a moment of quiet, or a second of unrest."""
+        """Take in what woke the loop."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
-        reasons, self._wakes = set(self._wakes), set()
-        reasons |= kernel.drain({kept.device.ifindex for kept in self._kept.values()})
+        kept = self._kept.values()
+        balanced = {each.device.ifindex for each in kept if each.is_balanced}
+        reasons = set(kernel.drain({each.device.ifindex for each in kept}, balanced))
+        if self._settings.devices:
+            reasons.discard("route")
+        with suppress(Empty):
+            while True:
+                reasons.add(self._wakes.get_nowait())
         if self._files is not None and self._files.drain():
             reasons.add("file")
-        if not reasons:
-            return
-        self.view.wakes.update(reasons)
-        now_ns = self._clock.now_ns()
-        self._first_ns = self._first_ns or now_ns
-        self._due_ns = min(self._due_ns, max(now_ns, min(now_ns + DEBOUNCE_NS, self._first_ns + DEBOUNCE_MAX_NS)))
-
-    def _plan_next(self, wait_ns: int) -> None:
-        self._due_ns = min(self._due_ns, self._clock.now_ns() + wait_ns)
+        if reasons:
+            self.view.wakes.update(reasons)
+            self._due.heard(self._clock.now_ns())
 
     def _look(self) -> int:
         """Look at everything once, and return in how many nanoseconds to look again without a reason."""
@@ -142,14 +150,16 @@ class Agent:
         except Exception:
             # A fault of ours must not end what watches over the tree; the tree itself stands.
             is_well = False
-            view.problems = ("a fault of the agent itself, see its log",)
+            view.problems = (_OUR_FAULT,)
             _LOG.exception("look_failed")
         view.looks += 1
         view.looks_seconds += (self._clock.now_ns() - began_ns) / _SECOND
         view.look_began_ns = 0
         if is_well:
+            self._say("agent", logging.INFO, "")
             self._retry_ns = _RETRY_FIRST_NS
-            return self._settings.resync_s * _SECOND
+            again = (device.looked.again_in_ns for device in view.devices.values() if device.looked)
+            return min((self._settings.resync_s * _SECOND, *filter(None, again)))
         wait_ns, self._retry_ns = self._retry_ns, min(2 * self._retry_ns, _RETRY_MAX_NS)
         return wait_ns
 
@@ -165,6 +175,7 @@ class Agent:
         problems: list[str] = []
         self._find_devices(problems)
         view.problems = tuple(problems)
+        self._say("devices", logging.ERROR, "; ".join(problems))
         view.waiting_for = self._missing(told, budget)
         self._say("waiting", logging.WARNING, view.waiting_for)
         if view.waiting_for or told.document is None or budget is None:
@@ -181,29 +192,63 @@ class Agent:
         return "" if self._kept else "a device to shape"
 
     def _find_devices(self, problems: list[str]) -> None:
-        """Bring what is kept in line with the devices that there are."""
-        names: Sequence[str] = self._settings.devices or egress_devices()
-        found = {}
-        for name in names:
+        """Bring what is kept in line with the devices that there are. What can't be read is kept as it was."""
+        found: dict[str, KeptDevice] = {}
+        for name in self._names(problems):
             try:
-                device = read_device(name)
-                kept = self._kept.get(name)
-                if kept is not None and kept.device == device:
-                    found[name] = kept
-                    continue
-                made = KeptDevice(device, self._settings.state_dir, self._capabilities, clock=self._clock)
-                if kept is not None and kept.device.ifindex == device.ifindex:
-                    made.keeper.follow(kept.keeper)
-                found[name] = made
-            except KuraShaperError as error:
+                found[name] = self._keeping(name)
+            except UsageError as error:
                 problems.append(f"{name}: {error}")
-        for name, kept in self._kept.items():
+            except (KuraShaperError, OSError) as error:
+                problems.append(f"{name}: {error}")
+                if name in self._kept:
+                    found[name] = self._kept[name]
+        before, self._kept = self._kept, found
+        self.view.devices = {name: kept.view for name, kept in found.items()}
+        for name, kept in before.items():
             if found.get(name) is not kept:
                 kept.close()
-        self._kept = found
-        self.view.devices = {name: kept.view for name, kept in found.items()}
+
+    def _names(self, problems: list[str]) -> Sequence[str]:
+        if self._settings.devices:
+            return self._settings.devices
+        try:
+            # A default route that is gone for a while takes no device from us.
+            return egress_devices() or tuple(self._kept)
+        except KuraShaperError as error:
+            problems.append(str(error))
+            return tuple(self._kept)
+
+    def _keeping(self, name: str) -> KeptDevice:
+        """Return what keeps the device of this name, made anew when the device is not what it was."""
+        device = read_device(name)
+        same = [kept for kept in self._kept.values() if kept.device.ifindex == device.ifindex]
+        for kept in same:
+            if kept.device == device:
+                return kept
+        made = KeptDevice(device, self._settings.state_dir, self._capabilities, clock=self._clock, wake=self.wake)
+        for kept in same:
+            made.keeper.follow(kept.keeper)
+        return made
 
     def _look_at(self, kept: KeptDevice, told: Told, budget: Rate) -> bool:
+        is_held = self._settings.observe or self.view.disabled is not None
+        try:
+            looked = self._looked(kept, told, budget, is_held=is_held)
+        except Exception:
+            # Neither may it cost the other devices anything.
+            looked = Looked(Verdict.FAILED, (_OUR_FAULT,))
+            _LOG.exception("look_failed")
+        kept.view.looked, kept.view.looked_at_ns, kept.view.budget = looked, self._clock.now_ns(), budget
+        is_steered = looked.shape is Shape.MQ
+        if looked.shape is not None or is_held:
+            # A look that came to nothing tells nothing of what stands.
+            kept.balance(budget, looked.shaped_queues if is_steered and not is_held else 0)
+            kept.peek(is_steered=is_steered)
+        self._tell(kept.device.name, looked)
+        return looked.verdict.is_well or looked.verdict is Verdict.WOULD_CHANGE
+
+    def _looked(self, kept: KeptDevice, told: Told, budget: Rate, *, is_held: bool) -> Looked:
         settings = self._settings
         tree = TreeSettings(
             budget=budget,
@@ -214,25 +259,18 @@ class Agent:
             host_reserve=settings.host_reserve,
         )
         assert told.document is not None  # noqa: S101 - the caller has looked
-        is_held = settings.observe or self.view.disabled is not None
         permission = Permission.DISRUPTION if told.may_disrupt else Permission.NONE
-        looked = kept.keeper.look(told.document, tree, observe=is_held, permission=permission)
-        kept.view.looked, kept.view.looked_at_ns, kept.view.budget = looked, self._clock.now_ns(), budget
-        queues = looked.shaped_queues if looked.shape is Shape.MQ and not is_held else 0
-        kept.balance(budget, queues)
-        self._tell(kept.device.name, looked)
-        return looked.verdict not in {Verdict.UNKNOWN, Verdict.FAILED, Verdict.WAITS}
+        return kept.keeper.look(told.document, tree, observe=is_held, permission=permission)
 
     def _tell(self, name: str, looked: Looked) -> None:
         """Log what was done, and the beginning and the end of what keeps a device from being in step."""
-        if looked.verdict in {Verdict.INSTALLED, Verdict.CHANGED, Verdict.REPAIRED}:
+        if looked.operations and looked.verdict.is_well:
             level = logging.WARNING if looked.verdict is Verdict.REPAIRED else logging.INFO
             drift = dict(looked.drift)
             event(
                 _LOG, f"tree_{looked.verdict}", level=level, device=name, operations=len(looked.operations), drift=drift
             )
-        bad = looked.verdict in {Verdict.UNKNOWN, Verdict.FAILED, Verdict.WAITS}
-        self._say(f"device {name}", logging.ERROR, "; ".join(looked.reasons) if bad else "")
+        self._say(f"device {name}", logging.ERROR, "" if looked.verdict.is_well else "; ".join(looked.reasons))
         self._say(f"foreign {name}", logging.WARNING, ", ".join(looked.foreign))
 
     def _say(self, subject: str, level: int, words: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from kura_shaper.errors import RefusedError
 
 _BYTES_MAX = 64 * 1024
+_CHARACTERS_MAX = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +29,25 @@ def read_marker(path: Path) -> Disabled | None:
     A marker that can't be read is one: whoever put it there wanted the agent to keep off.
     """
     try:
-        with path.open("rb") as stream:
-            content = stream.read(_BYTES_MAX)
+        # Without waiting: a pipe in its place would hold up whoever reads it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as stream:
+            content = stream.read(_BYTES_MAX) or b""
     except FileNotFoundError:
-        return None
+        return Disabled(reason=f"{path} leads nowhere") if path.is_symlink() else None
     except OSError as error:
         return Disabled(reason=f"{path} can't be read: {error.strerror}")
     try:
         found = json.loads(content)
-        return Disabled(*(str(found.get(key, ""))[:500] for key in ("reason", "who", "at")))
+        return Disabled(*(_line(found.get(key, "")) for key in ("reason", "who", "at")))
     except (ValueError, AttributeError, RecursionError):
-        return Disabled(reason=content.decode("utf-8", errors="replace").strip()[:500])
+        return Disabled(reason=_line(content.decode("utf-8", errors="replace")))
+
+
+def _line(value: object) -> str:
+    """Return what somebody wrote as one line that no log, terminal or answer stumbles over."""
+    text = str(value)[:_CHARACTERS_MAX]
+    return "".join(c if c.isprintable() else " " for c in text).strip()
 
 
 def write_marker(path: Path, disabled: Disabled) -> None:

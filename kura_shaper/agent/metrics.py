@@ -9,10 +9,10 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, SummaryMetricFamily
 
 from kura_shaper import __version__
-from kura_shaper.agent.keeper import DriftKind, Verdict
+from kura_shaper.agent.keeper import DriftKind
 from kura_shaper.errors import KuraShaperError
 from kura_shaper.kernel.disk import read_disks
 from kura_shaper.kernel.softnet import read_softnet
@@ -72,9 +72,10 @@ class AgentMetrics:
         yield _gauge("observing", "1 when the agent plans and never writes", view.observes)
         words = "1 when this node's budget is known; without it there is no tree"
         yield _gauge("budget_known", words, _has_budget(view))
-        looks = CounterMetricFamily(f"{PREFIX}looks", "Looks at everything", value=view.looks)
-        yield looks
-        yield CounterMetricFamily(f"{PREFIX}reconcile_seconds", "Time spent in looks", value=view.looks_seconds)
+        words = "Looks at everything, and the time that they took"
+        yield SummaryMetricFamily(
+            f"{PREFIX}reconcile_seconds", words, count_value=view.looks, sum_value=view.looks_seconds
+        )
         wakes = CounterMetricFamily(f"{PREFIX}wakes", "What woke the agent", labels=["reason"])
         for reason, count in sorted(view.wakes.items()):
             wakes.add_metric([reason], count)
@@ -167,9 +168,8 @@ def _looks(devices: tuple[DeviceView, ...], *, other_shapers: tuple[str, ...]) -
             budget.add_metric([name], device.budget.bits_per_second)
         if looked is None:
             continue
-        is_well = looked.verdict in {Verdict.IN_STEP, Verdict.INSTALLED, Verdict.CHANGED, Verdict.REPAIRED}
-        in_step.add_metric([name], float(is_well))
-        pending.add_metric([name], 0 if is_well else len(looked.operations))
+        in_step.add_metric([name], float(looked.verdict.is_well))
+        pending.add_metric([name], looked.pending)
         if looked.shape is not None:
             shape.add_metric([name, looked.shape, looked.why_shape[:_REASON_CHARS]], 1)
         is_proven = bool(looked.proof and looked.proof.is_proven)
