@@ -100,6 +100,9 @@ Resolver = Annotated[
         rich_help_panel=_HOW,
     ),
 ]
+DnsServers = Annotated[
+    int, typer.Option("--dns-servers", metavar="N", help="Addresses taken of one DNS name.", rich_help_panel=_HOW)
+]
 MetricsBind = Annotated[
     str, typer.Option("--metrics", metavar="IP:PORT", help="Where HAProxy's own metrics are.", rich_help_panel=_HOW)
 ]

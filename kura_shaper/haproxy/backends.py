@@ -9,6 +9,7 @@ expression for a shared one.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ _CHECK = ("check", "inter", "1s", "fall", "2", "rise", "1")
 _CIDRS_A_LINE = 16
 _REJECT = line("tcp-request content reject unless allowed")
 _DENY = line("http-request deny deny_status 403 unless allowed")
+_LIMIT_BYTES = line("tcp-request content set-bandwidth-limit ceiling")
 _READY = line("option httpchk GET /ready")
 
 
@@ -43,25 +45,29 @@ def tenant_sections(tenant: Tenant, options: GatewayOptions) -> tuple[Section, .
     """
     sections: list[Section] = []
     allowed = _allowed(tenant)
+    counts_bytes = tenant.peer_hosts or (tenant.hosts and options.design is Design.EDGE)
+    limit = _limit(tenant, options, _LIMIT_BYTES) if counts_bytes else ()
     if tenant.hosts:
         served = (*_http(tenant, options, allowed=allowed), *_grpc(tenant, options, allowed=allowed))
         if not served:
             raise _missing(tenant, "http or grpc")
         if options.design is Design.EDGE:
             to_tls = line("server tls", options.tls_socket, "send-proxy-v2")
-            sections.append(_plane(tenant, options, plane=EDGE, allowed=allowed, server=(to_tls,)))
+            sections.append(_plane(tenant, plane=EDGE, allowed=allowed, limit=limit, server=(to_tls,)))
         sections += served
     if tenant.peer_hosts:
         if tenant.backends.peer is None:
             raise _missing(tenant, "peer")
         server = _server(tenant.backends.peer, options, _CHECK, path=f"tenants[{tenant.name}].backends.peer")
         to_peer = (line("timeout server 10m"), *server)
-        sections.append(_plane(tenant, options, plane=PEER, allowed=allowed, server=to_peer))
+        sections.append(_plane(tenant, plane=PEER, allowed=allowed, limit=limit, server=to_peer))
     return tuple(sections)
 
 
 def _allowed(tenant: Tenant) -> tuple[Line, ...]:
     """Return the addresses that may connect, nothing when all may."""
+    if not tenant.client_cidrs:
+        return ()
     cidrs = [str(cidr) for cidr in sorted(tenant.client_cidrs, key=lambda cidr: (cidr.version, cidr))]
     chunks = (cidrs[start : start + _CIDRS_A_LINE] for start in range(0, len(cidrs), _CIDRS_A_LINE))
     # Lines of one name are alternatives of each other.
@@ -69,10 +75,9 @@ def _allowed(tenant: Tenant) -> tuple[Line, ...]:
 
 
 def _plane(
-    tenant: Tenant, options: GatewayOptions, *, plane: str, allowed: tuple[Line, ...], server: tuple[Line, ...]
+    tenant: Tenant, *, plane: str, allowed: tuple[Line, ...], limit: tuple[Line, ...], server: tuple[Line, ...]
 ) -> Section:
     rules = (*allowed, _REJECT) if allowed else ()
-    limit = _limit(tenant, options, line("tcp-request content set-bandwidth-limit ceiling"))
     # A filter is declared ahead of the rules that use it.
     return Section("backend", f"{tenant.name}_{plane}", (*rules, *limit, *server), base="tcp")
 
@@ -145,11 +150,19 @@ def _server(endpoint: Endpoint, options: GatewayOptions, words: tuple[str, ...],
             line("balance first"),
             line("server-template", *slots, *words),
         )
-    try:
-        ip_address(endpoint.host)
-    except ValueError:
-        raise DocumentError(f"{endpoint.host[:64]!r} is no IP address", path=path, remedy="or use dns") from None
+    if not _is_address(endpoint.host):
+        raise DocumentError(f"{endpoint.host[:64]!r} is no IP address", path=path, remedy="or use dns")
     return (line("server p0", str(endpoint), *words),)
+
+
+# A tenant's backends are on one address more often than not.
+@lru_cache(maxsize=16)
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _missing(tenant: Tenant, what: str) -> DocumentError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from kura_shaper.errors import UsageError
@@ -24,6 +25,7 @@ MAX_LINE_CHARS = 2048
 _BARE_CHARS = r"[A-Za-z0-9_.,:;/@%+=*()\[\]{}<>!?|&^~-]+"
 _BARE = re.compile(_BARE_CHARS, re.ASCII)
 _BARE_LINE = re.compile(f"{_BARE_CHARS}(?: {_BARE_CHARS})*", re.ASCII)
+_BARE_LINES = re.compile(f"{_BARE_CHARS}(?:[ \\n]{_BARE_CHARS})*", re.ASCII)
 # Within single quotes HAProxy takes every character as it is, except the quote and the line's end.
 _QUOTABLE = re.compile(r"[ -&(-~]*", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9_.:-]+", re.ASCII)
@@ -69,7 +71,12 @@ class Line:
 
 def line(phrase: LiteralString, *words: str) -> Line:
     """Return a line of the phrase's own words, then one word for each further argument."""
-    return Line((*phrase.split(), *words))
+    return Line(_split(phrase) + words)
+
+
+@lru_cache(maxsize=1024)
+def _split(phrase: str) -> tuple[str, ...]:
+    return tuple(phrase.split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +98,26 @@ class Section:
             words.append(self.name)
         if self.base:
             words += ("from", self.base)
-        return str(Line(tuple(words)))
+        text = " ".join(words)
+        return text if len(text) <= MAX_LINE_CHARS else str(Line(tuple(words)))
 
 
 def to_bytes(sections: Iterable[Section]) -> bytes:
     """Return the sections as a configuration file, which ends with a line feed. Raises WordError."""
-    blocks = ("\n    ".join((section.header(), *map(str, section.lines))) for section in sections)
-    return ("\n\n".join(blocks) + "\n").encode("ascii")
+    return ("\n\n".join(map(_block, sections)) + "\n").encode("ascii")
+
+
+def _block(section: Section) -> str:
+    """Return a section's text: at once where every word of it is bare, else line by line."""
+    rows = [" ".join(line.words) for line in section.lines]
+    text = "\n".join(rows)
+    # A blank or a line feed within a word would add to their count, an empty word would be no match.
+    words = [len(line.words) for line in section.lines]
+    is_bare = (
+        _BARE_LINES.fullmatch(text)
+        and text.count(" ") == sum(words) - len(words)
+        and text.count("\n") == len(words) - 1
+        and max(words) <= MAX_WORDS
+        and len(max(rows, key=len)) <= MAX_LINE_CHARS
+    )
+    return "\n    ".join((section.header(), *(rows if is_bare else map(str, section.lines))))

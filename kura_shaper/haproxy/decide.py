@@ -158,7 +158,7 @@ def _structure(old: Sections, new: Sections, routed: dict[str, set[str]]) -> tup
                 reasons[f"tenant {tenant}: backend {tenant}_{match['plane']} is to go"] = None
             else:
                 unused[tenant] = None
-        elif _fixed(before) != _fixed(after):
+        elif before != after and _fixed(before) != _fixed(after):
             reasons[f"tenant {match['tenant']}: {_tenant_reason(before, after)}"] = None
     notes = [f"backends of {', '.join(unused)} stay loaded, with no name that leads to them, until the next reload"]
     return list(reasons), notes if unused else []

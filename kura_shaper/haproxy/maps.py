@@ -7,6 +7,7 @@ equal keys win, all without a word. So each key and value is checked here.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from kura_shaper.errors import DocumentError
@@ -41,10 +42,18 @@ def tenant_name(name: str) -> str:
 
 def dns_name(name: str, *, path: str) -> str:
     """Return the name in lower case without its final dot. Raises DocumentError when it is no DNS name."""
-    normal = name.lower().removesuffix(".")
-    if len(normal) > _MAX_DNS_NAME_CHARS or not _DNS_NAME.fullmatch(normal):
+    normal = _normal(name)
+    if not normal:
         raise DocumentError(f"{name[:64]!r} is no DNS name", path=path, remedy="use letters, digits, - and dots")
     return normal
+
+
+# Each host is asked about by several files, one after the other.
+@lru_cache(maxsize=1 << 17)
+def _normal(name: str) -> str:
+    """Return the name in lower case without its final dot, "" when it is no DNS name."""
+    normal = name.lower().removesuffix(".")
+    return normal if len(normal) <= _MAX_DNS_NAME_CHARS and _DNS_NAME.fullmatch(normal) else ""
 
 
 def host_name(name: str, *, path: str) -> str:

@@ -55,8 +55,10 @@ def _with_id(config: bytes) -> bytes:
 
 def _check_descriptors(sections: tuple[Section, ...], options: GatewayOptions) -> None:
     """Refuse what HAProxy finds out when it starts, and says as "Cannot raise FD limit"."""
+    if options.nofile is None:
+        return
     needed = descriptors_needed(sections, options)
-    if options.nofile is None or needed <= options.nofile:
+    if needed <= options.nofile:
         return
     most = options.maxconn - (needed - options.nofile + 5) // 6
     remedy = f"use maxconn {most} or a higher limit" if most > 0 else "raise the limit"
