@@ -25,7 +25,6 @@ from kura_shaper.agent.view import AgentView
 from kura_shaper.errors import KuraShaperError, UsageError
 from kura_shaper.kernel.links import egress_devices, read_device
 from kura_shaper.log import event
-from kura_shaper.tree.build import TreeSettings
 from kura_shaper.tree.model import Shape
 from kura_shaper.tree.preflight import Permission
 
@@ -249,18 +248,9 @@ class Agent:
         return looked.verdict.is_well or looked.verdict is Verdict.WOULD_CHANGE
 
     def _looked(self, kept: KeptDevice, told: Told, budget: Rate, *, is_held: bool) -> Looked:
-        settings = self._settings
-        tree = TreeSettings(
-            budget=budget,
-            shape=settings.shape,
-            shaped_queues=settings.shaped_queues,
-            leaf=settings.leaf,
-            host_traffic=settings.host_traffic,
-            host_reserve=settings.host_reserve,
-        )
         assert told.document is not None  # noqa: S101 - the caller has looked
         permission = Permission.DISRUPTION if told.may_disrupt else Permission.NONE
-        return kept.keeper.look(told.document, tree, observe=is_held, permission=permission)
+        return kept.keeper.look(told.document, self._settings.tree(budget), observe=is_held, permission=permission)
 
     def _tell(self, name: str, looked: Looked) -> None:
         """Log what was done, and the beginning and the end of what keeps a device from being in step."""

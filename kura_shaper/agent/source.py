@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import errno
+import hashlib
+import os
+import stat
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from kura_shaper.errors import UsageError
-from kura_shaper.tenants.file import load_tenants
+from kura_shaper.tenants.file import SIZE_BYTES_MAX, load_tenants
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,12 +47,12 @@ class Source(Protocol):
 
 
 class FileSource:
-    """A tenants document in a file, read anew when the file is another one."""
+    """A tenants document in a file, parsed anew when what the file holds is something else."""
 
     def __init__(self, path: Path, overlay: Path | None, *, clock: Clock) -> None:
         self._path, self._overlay, self._clock = path, overlay, clock
         self._told = Told()
-        self._stamp: tuple[object, ...] | None = None
+        self._digests: tuple[bytes, ...] | None = None
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -57,32 +61,34 @@ class FileSource:
 
     def told(self) -> Told:
         """See Source."""
-        stamp = tuple(map(_stamp, self.paths))
-        if stamp != self._stamp:
-            self._stamp = stamp
-            self._read()
-        elif self._told.is_valid:
-            # It was looked at and is the same.
-            self._told = _at(self._told, self._clock.now_ns())
-        return self._told
-
-    def _read(self) -> None:
+        try:
+            # The content counts: two writes within a tick of the file system's clock have one time.
+            digests = tuple(map(_digest, self.paths))
+        except OSError as error:
+            self._digests = None
+            return self._failed(f"{error.filename or self._path}: could not be read: {error.strerror}")
+        if digests == self._digests:
+            if self._told.is_valid:
+                self._told = replace(self._told, current_at_ns=self._clock.now_ns())
+            return self._told
+        self._digests = digests
         try:
             document = load_tenants(self._path, overlay=self._overlay)
         except UsageError as error:
-            before = self._told
-            self._told = Told(before.document, False, before.current_at_ns, problems=(str(error),))  # noqa: FBT003
-            return
+            return self._failed(str(error))
         self._told = Told(document, is_valid=True, current_at_ns=self._clock.now_ns())
+        return self._told
+
+    def _failed(self, problem: str) -> Told:
+        self._told = replace(self._told, is_valid=False, problems=(problem,))
+        return self._told
 
 
-def _at(told: Told, now_ns: int) -> Told:
-    return Told(told.document, told.is_valid, now_ns, told.budget, told.problems, told.may_disrupt)
-
-
-def _stamp(path: Path) -> tuple[int, int, int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
+def _digest(path: Path) -> bytes:
+    """Return what stands for a file's content. Raises OSError, also for a pipe, which would be waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        # One byte more than a document may have.
+        return hashlib.sha256(stream.read(SIZE_BYTES_MAX + 1)).digest()
