@@ -13,7 +13,9 @@ A way that the kernel counts by goes on when the privileges that opened it are g
 CAP_BPF and CAP_PERFMON for the first two, CAP_NET_ADMIN for each reading of `inet_diag`, none for `proc`).
 
 All count segments, not packets, of the network namespace in which they were opened, from then on.
-The program does not see SYN-ACKs that are sent again; they carry a tenant's mark only if its listener does.
+`tracepoint` and `bcc` count what was sent again: neither what a full queue of this node refused (the
+kernel's TCPRetransFail, which the others count too), nor SYN-ACKs, which have a tenant's mark only if
+its listener has.
 """
 
 from __future__ import annotations
