@@ -111,7 +111,7 @@ class Health:
 class HealthServer:
     """Serves until it is closed. Raises UsageError when the address can't be had."""
 
-    def __init__(self, endpoint: Endpoint, view: AgentView, clock: Clock) -> None:
+    def __init__(self, endpoint: Endpoint, view: AgentView, clock: Clock, *, closes_within_s: float = 0.5) -> None:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(AgentMetrics(view, clock))
         health = Health(view, clock)
@@ -120,7 +120,9 @@ class HealthServer:
             self._server = _server_of(endpoint)((endpoint.host, endpoint.port), handler)
         except OSError as error:
             raise UsageError(f"listen {endpoint}: {error.strerror}", remedy="choose another address or port") from error
-        self._thread = threading.Thread(target=self._server.serve_forever, name="health", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(closes_within_s,), name="health", daemon=True
+        )
         self._thread.start()
 
     @property

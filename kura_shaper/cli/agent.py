@@ -101,6 +101,7 @@ def agent(
 
 def _run(settings: AgentSettings) -> None:
     clock = SystemClock()
+    signals = _Signals()
     with ExitStack() as stack:
         if settings.file is None:
             raise UsageError("the source kubernetes is not there yet", remedy="source: {file: ...}")
@@ -110,9 +111,28 @@ def _run(settings: AgentSettings) -> None:
         keeper = Agent(settings, source, probe(), clock=clock, files=files)
         server = HealthServer(settings.listen, keeper.view, clock)
         stack.callback(server.close)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: keeper.stop())
+        signals.are_for(keeper)
         keeper.run()
+
+
+class _Signals:
+    """Ends the agent in its own time, also for a signal that comes before there is one."""
+
+    def __init__(self) -> None:
+        self._agent: Agent | None = None
+        self._came = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._come)
+
+    def are_for(self, agent: Agent) -> None:
+        self._agent = agent
+        if self._came:
+            agent.stop()
+
+    def _come(self, *_: object) -> None:
+        self._came = True
+        if self._agent is not None:
+            self._agent.stop()
 
 
 def disable(
@@ -121,8 +141,7 @@ def disable(
 ) -> None:
     """Hold the agent off on this node, across restarts and redeploys. What the kernel has stays; see `uninstall`."""
     at = datetime.now(UTC).isoformat(timespec="seconds")
-    who = f"{getpass.getuser()}@{socket.gethostname()}"
-    write_marker(node_file, Disabled(reason=reason, who=who, at=at))
+    write_marker(node_file, Disabled(reason=reason, who=f"{_user()}@{socket.gethostname()}", at=at))
     show.say(f"{node_file}: the agent keeps off until `kura-shaper enable`")
 
 
@@ -134,3 +153,11 @@ def enable(node_file: NodeFile = _DEFAULT_MARKER) -> None:
         return
     words = f", held off since {before.at} ({before.reason})" if before and before.at else ""
     show.say(f"{node_file}: removed{words}")
+
+
+def _user() -> str:
+    """Return who this is; in a debug pod the number may have no name, which must stop nobody."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"uid {os.getuid()}"
