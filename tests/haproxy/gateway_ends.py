@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import ssl
 import threading
@@ -17,10 +18,14 @@ import h2.exceptions
 
 _FORWARDING = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip")
 _BLOCK = bytes(65_536)
+_FRAME_BYTES = 16_384
 
 
 class _Http1(BaseHTTPRequestHandler):
-    """Answers who it is and what it was asked; /endless never ends, /bytes/N is N bytes."""
+    """Answers who it is and what it was asked; /endless never ends, /bytes/N is N bytes.
+
+    A POST is answered with the SHA-256 of its body, which /slow/N begins to read after N seconds.
+    """
 
     protocol_version = "HTTP/1.1"
     name = ""
@@ -40,6 +45,15 @@ class _Http1(BaseHTTPRequestHandler):
         forwarded = sorted(f"{k}={v}" for k, v in self.headers.items() if k.lower() in _FORWARDING)
         self._answer(" ".join((self.name, "http1", self.path, *forwarded)).encode())
 
+    def do_POST(self) -> None:
+        if self.path.startswith("/slow/"):
+            time.sleep(float(self.path.removeprefix("/slow/")))
+        left, digest = int(self.headers["Content-Length"]), hashlib.sha256()
+        while left and (part := self.rfile.read(min(left, 65_536))):
+            digest.update(part)
+            left -= len(part)
+        self._answer(digest.hexdigest().encode())
+
     def _answer(self, body: bytes) -> None:
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
@@ -50,7 +64,9 @@ class _Http1(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-class _QuietServer(ThreadingHTTPServer):
+class QuietServer(ThreadingHTTPServer):
+    """A server whose clients leave when they please."""
+
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -59,7 +75,7 @@ class _QuietServer(ThreadingHTTPServer):
 
 def serve_http1(stack: ExitStack, listener: socket.socket, name: str) -> None:
     handler = type("Handler", (_Http1,), {"name": name})
-    server = _QuietServer(("", 0), handler, bind_and_activate=False)
+    server = QuietServer(("", 0), handler, bind_and_activate=False)
     server.socket.close()
     server.socket = listener
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
@@ -149,6 +165,24 @@ class H2Client:
         headers = [(":method", "GET"), (":scheme", "https"), (":authority", authority), (":path", path), *more]
         self._h2.send_headers(stream, headers, end_stream=True)
         self.connection.sendall(self._h2.data_to_send())
+        return stream
+
+    def post_until_stuck(self, authority: str, path: str, *, size: int) -> int:
+        """Upload zeros until the gateway gives no more room for some time."""
+        stream = self._h2.get_next_available_stream_id()
+        headers = [(":method", "POST"), (":scheme", "https"), (":authority", authority), (":path", path)]
+        self._h2.send_headers(stream, [*headers, ("content-length", str(size))])
+        timeout = self.connection.gettimeout()
+        for _ in range(size // _FRAME_BYTES):
+            self.connection.settimeout(0.2)
+            with suppress(TimeoutError):
+                while self._h2.local_flow_control_window(stream) < _FRAME_BYTES:
+                    self.read()
+            self.connection.settimeout(timeout)
+            if self._h2.local_flow_control_window(stream) < _FRAME_BYTES:
+                break
+            self._h2.send_data(stream, bytes(_FRAME_BYTES))
+            self.connection.sendall(self._h2.data_to_send())
         return stream
 
     def status(self, stream: int) -> str:
