@@ -25,6 +25,7 @@ from kura_shaper.haproxy.decide import Decision, Kind, LocalCertificate, config_
 from kura_shaper.haproxy.generation import EMPTY, GatewayConfig, diff_text
 from kura_shaper.haproxy.maps import PEER_MAP, SNI_MAP
 from kura_shaper.haproxy.master import NotRunningError, ReloadFailedError, read_workers, reload
+from kura_shaper.haproxy.options import version_text
 from kura_shaper.haproxy.render import render
 from kura_shaper.haproxy.running import read_running
 from kura_shaper.haproxy.write import find_generation, read_generation, withdraw_generation, write_generation
@@ -153,7 +154,16 @@ def prepare(document: TenantsDocument, site: Site) -> Prepared:
     prepared = Prepared(wanted, previous, decision, running, loaded, None, certificates)
     if site.binary is None or not prepared.changes:
         return prepared
-    return replace(prepared, report=check_with_haproxy(document, site.options, binary=site.binary))
+    return replace(prepared, report=_checked(document, site.options, site.binary))
+
+
+def _checked(document: TenantsDocument, options: GatewayOptions, binary: HaproxyBinary) -> CheckReport:
+    """Let the HAProxy that is here read the files; one of another branch reads what they would be for its own."""
+    if binary.version[:2] == options.haproxy_version[:2]:
+        return check_with_haproxy(document, options, binary=binary)
+    report = check_with_haproxy(document, replace(options, haproxy_version=binary.version), binary=binary)
+    runs, here = version_text(options.haproxy_version[:2]), version_text(binary.version[:2])
+    return replace(report, notes=(*report.notes, f"the files for HAProxy {runs} were checked as for {here}"))
 
 
 def carry_out(prepared: Prepared, site: Site) -> Applied:
