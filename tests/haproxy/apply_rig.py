@@ -43,7 +43,7 @@ HTTPS, PEER = 443, 7443
 HTTP_PORTS = {"acme": 4001, "beta": 4002, "gamma": 4003}
 ELSEWHERE = 4100
 _CLASSES = {"acme": 0x2A7, "beta": 0x2A8, "gamma": 0x2A9}
-_TURN = itertools.count(os.getpid() % 251 * 4)
+_TURN = itertools.count()
 
 
 def wait_until(is_so: Callable[[], Any], *, within_s: float = 20.0, what: str = "") -> Any:
@@ -302,8 +302,8 @@ def _end(process: subprocess.Popen[str]) -> None:
 def apply_rig(directory: Path, version: str, *, running: Sequence[str] = ("acme", "beta")) -> Iterator[ApplyRig]:
     """Yield a gateway that runs with some tenants, or with none that is only prepared."""
     binary = haproxy_of(version)
-    turn = next(_TURN)
-    address = f"127.{os.getpid() // 251 % 250 + 2}.{turn // 250 % 250}.{turn % 250 + 1}"
+    # Of the process and the rig, so that none meets another.
+    address = f"127.{os.getpid() // 256 % 250 + 1}.{os.getpid() % 256}.{next(_TURN) % 250 + 1}"
     with ExitStack() as stack:
         # A socket's path has at most 107 characters.
         run_directory = Path(tempfile.mkdtemp(prefix="ks-", dir="/tmp"))
