@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kura_shaper.cli import options, show
+from kura_shaper.tenants.allocate import DEFAULT_QUARANTINE, Allocation
+from kura_shaper.tenants.allocate import allocate as allocate_classes
 from kura_shaper.tenants.file import load_tenants
+from kura_shaper.tenants.ledger import ledger_path, ledger_text, read_ledger, read_text, replace_file
 
 if TYPE_CHECKING:
     from kura_shaper.tenants.kubernetes.instances import Compiled, RegionSettings
@@ -43,6 +47,48 @@ def lint(
         show.say(f"{overlay}: names for {named} of {len(document.tenants)} tenants, ports {ports}")
     if overlaps:
         show.say(f"note: mask {document.marks.mask:#x} is also used by {', '.join(overlaps)}, where a node runs it")
+
+
+@app.command(epilog="Example: kura-shaper tenants allocate tenants.yaml")
+def allocate(
+    file: TenantsFile,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 when a class is missing.")] = False,
+    quarantine_days: Annotated[
+        int,
+        typer.Option(metavar="N", min=0, max=3650, help="How long a freed id is nobody else's."),
+    ] = DEFAULT_QUARANTINE.days,
+    as_json: options.AsJson = False,
+) -> int:
+    """Give a class id to every tenant that has none, and leave the rest of the file as it is.
+
+    Ids never change, and those of tenants that are gone are kept back for some days: a ledger beside the file knows.
+    """
+    text, beside = read_text(file), ledger_path(file)
+    before = read_ledger(beside)
+    days = timedelta(days=quarantine_days)
+    made = allocate_classes(text, before, file=str(file), now=datetime.now(UTC), quarantine=days)
+    if not check:
+        # The ledger first: an id that is written down as freed is not given away, whatever happens next.
+        if made.ledger != before:
+            replace_file(beside, ledger_text(made.ledger, document=file.name))
+        if made.text != text:
+            replace_file(file, made.text)
+    for line in made.early:
+        typer.echo(f"kura-shaper: problem: {file}: {line}", err=True)
+    _say_allocated(file, made, is_written=not check, as_json=as_json)
+    return 1 if made.early or (check and made.missing) else 0
+
+
+def _say_allocated(file: Path, made: Allocation, *, is_written: bool, as_json: bool) -> None:
+    if as_json:
+        assigned = {name: f"{class_id:#x}" for name, class_id in made.assigned.items()}
+        show.print_json({"file": str(file), "written": is_written, "assigned": assigned, "early": list(made.early)})
+        return
+    for missing in made.missing:
+        word = "has" if is_written else "has no class; it would be"
+        show.say(f"{file}:{missing.line}: {missing.tenant} {word} {made.assigned[missing.tenant]:#x}")
+    if not made.missing:
+        show.say(f"{file}: every tenant has a class")
 
 
 @app.command(epilog="Example: kura-shaper tenants export --region us-east > tenants.yaml")
