@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from gateway_model import ACME, BETA, OPTIONS, FakeGateway, document, tenant
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kura_shaper.haproxy.decide import Decision, Kind, LocalCertificate, config_id, decide
@@ -268,6 +268,7 @@ def rows(gateway: FakeGateway, name: str) -> list[tuple[str, str]]:
     return [(key, value) for key, value in found]
 
 
+@settings(deadline=None)
 @given(documents(), documents())
 def test_at_no_moment_a_name_is_known_and_what_it_needs_is_not(old: TenantsDocument, new: TenantsDocument) -> None:
     gateway = gateway_of(FULL)

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kura_shaper.errors import StateUnknownError
@@ -91,6 +91,7 @@ def test_an_answer_without_a_worker_is_unknown(text: str) -> None:
         parse_workers(text)
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="0123456789dhms# workerlastp\n[]:", max_size=200))
 def test_no_answer_is_a_crash(text: str) -> None:
     with suppress(StateUnknownError):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from gateway_model import ACME, BETA, HEAD, OPTIONS, FakeGateway, document
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kura_shaper.errors import StateUnknownError
@@ -109,6 +109,7 @@ def test_what_is_no_state_of_servers_is_unknown(text: str) -> None:
         parse_servers(text)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=300), st.sampled_from([parse_map, parse_certificate_list, parse_fingerprint, parse_servers]))
 def test_no_answer_is_a_crash(text: str, parse: Callable[[str], object]) -> None:
     with suppress(StateUnknownError):
