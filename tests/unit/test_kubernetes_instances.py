@@ -8,7 +8,7 @@ from ipaddress import ip_network
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kura_shaper.errors import UsageError
@@ -424,6 +424,7 @@ odd_objects = st.fixed_dictionaries(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(odd_objects, max_size=4))
 def test_no_object_however_odd_fails_anything_but_itself(objects: list[dict[str, Any]]) -> None:
     odd = [read("kura", f"x{number}", raw) for number, raw in enumerate(objects)]

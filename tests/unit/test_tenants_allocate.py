@@ -125,7 +125,7 @@ def test_all_in_one_line_is_a_document_too() -> None:
 names = st.from_regex(r"[a-z]([a-z0-9-]{0,8}[a-z0-9])?", fullmatch=True)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(names, unique=True, max_size=8), st.randoms(use_true_random=False))
 def test_whoever_lacks_a_class_gets_one_and_whoever_has_one_keeps_it(found: list[str], random: object) -> None:
     half = len(found) // 2
