@@ -62,7 +62,10 @@ class Health:
             looked = device.looked
             if looked is None:
                 return f"{name}: not looked at yet"
-            if not looked.verdict.is_well and looked.verdict is not Verdict.WOULD_CHANGE:
+            if looked.verdict is Verdict.WOULD_CHANGE:
+                if not view.observes:
+                    return f"{name}: held off until now"
+            elif not looked.verdict.is_well:
                 return f"{name}: {'; '.join(looked.reasons)}"
         return ""
 

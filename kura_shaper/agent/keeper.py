@@ -20,7 +20,7 @@ from kura_shaper.kernel.executor import Status
 from kura_shaper.kernel.prove import prove_steering
 from kura_shaper.tree.build import build
 from kura_shaper.tree.diff import plan
-from kura_shaper.tree.model import MqQdisc, Shape
+from kura_shaper.tree.model import EGRESS, MqQdisc, Shape
 from kura_shaper.tree.notes import Weight
 from kura_shaper.tree.observe import in_force_for, shape_in_force
 from kura_shaper.tree.operations import (
@@ -372,8 +372,24 @@ class _Seen:
 
 
 def drift_of(operations: Iterable[Operation]) -> Counter[DriftKind]:
-    """Return which parts of a tree operations mend, each once. Without its root everything else is gone as well."""
-    kinds = {_drift_kind(operation) for operation in operations}
+    """Return which parts of a tree operations mend, each once. What went with a part that carried it is not told."""
+    all_of_it = tuple(operations)
+    queues = {op.qdisc.handle.major for op in all_of_it if isinstance(op, SetQueue)}
+    classes = {op.spec.classid for op in all_of_it if isinstance(op, AddClass)}
+    hooks = {EGRESS for op in all_of_it if isinstance(op, AddHook)}
+
+    def is_carried(operation: Operation) -> bool:
+        match operation:
+            case AddClass(spec):
+                return spec.classid.major in queues
+            case SetLeaf(leaf):
+                return leaf.parent in classes or leaf.parent.major in queues
+            case SetFilter(filter_):
+                return filter_.parent in hooks or filter_.parent.major in queues
+            case _:
+                return False
+
+    kinds = {_drift_kind(operation) for operation in all_of_it if not is_carried(operation)}
     return Counter({DriftKind.ROOT} if DriftKind.ROOT in kinds else kinds)
 
 

@@ -117,9 +117,12 @@ def test_each_reason_not_to_be_ready_is_told(view: AgentView, health: Health) ->
 
 
 @pytest.mark.parametrize("verdict", list(Verdict))
-def test_readiness_goes_by_the_last_look(view: AgentView, health: Health, verdict: Verdict) -> None:
+@pytest.mark.parametrize("observes", [False, True])
+def test_readiness_goes_by_the_last_look(view: AgentView, health: Health, verdict: Verdict, observes: bool) -> None:
+    view.observes = observes
     view.devices["eth0"].looked = replace(IN_STEP, verdict=verdict, reasons=("why",))
-    is_ready = verdict.is_well or verdict is Verdict.WOULD_CHANGE
+    # An agent that was held off until now has its first look still to come.
+    is_ready = verdict.is_well or (observes and verdict is Verdict.WOULD_CHANGE)
     assert (health.why_not_ready() == "") is is_ready
 
 
