@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from kura_shaper.tenants.document import TenantsDocument
     from kura_shaper.tree.build import Capabilities, TreeSettings
     from kura_shaper.tree.diff import Plan
+    from kura_shaper.tree.model import Device
     from kura_shaper.tree.operations import Operation
     from kura_shaper.tree.snapshot import Snapshot
 
@@ -172,7 +173,6 @@ class DeviceKeeper:
         permission: Permission = Permission.NONE,
     ) -> Looked:
         """Look once and, unless `observe`, do what is to be done. Never raises for what a kernel can do."""
-        asked = _Asked(document, settings, permission)
         if observe:
             # What others do to the tree while we keep off is their business, not drift.
             self._left = None
@@ -180,6 +180,7 @@ class DeviceKeeper:
             actual = self._control.snapshot()
             if isinstance(actual, Unknown):
                 return Looked(Verdict.UNKNOWN, (actual.reason,))
+            asked = _Asked(document, settings, permission, actual.device)
             seen = self._seen(asked, actual)
             if seen.planned.unknown:
                 return Looked(Verdict.UNKNOWN, (seen.planned.unknown,))
@@ -199,7 +200,7 @@ class DeviceKeeper:
     def _seen(self, asked: _Asked, actual: Snapshot) -> _Seen:
         wanted = build(
             asked.document,
-            actual.device,
+            asked.device,
             settings=asked.settings,
             capabilities=self._capabilities,
             in_force=in_force_for(actual, asked.settings, asked.permission),
@@ -350,15 +351,22 @@ class DeviceKeeper:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What a device is to be."""
+    """What a device is to be, and what the device itself was then, which a tree follows from as well."""
 
     document: TenantsDocument
     settings: TreeSettings
     permission: Permission
+    device: Device
 
     def is_like(self, other: _Asked) -> bool:
         """Whether it is the same tree that is asked for, whatever may be done for it."""
-        return (self.document, self.settings) == (other.document, other.settings)
+        return self._tree == other._tree
+
+    @property
+    def _tree(self) -> tuple[object, ...]:
+        device = self.device
+        sizes = (device.mtu_bytes, device.gso_max_bytes, device.tx_queue_len_packets, device.tx_queues)
+        return self.document, self.settings, sizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -272,6 +272,18 @@ def test_a_change_alone_is_never_drift(kept: Rig) -> None:
     assert kept.counts == (1, 4, 0, {})
 
 
+def test_a_device_that_becomes_another_changes_the_tree_and_that_is_no_drift(kept: Rig) -> None:
+    kept.kernel.device = replace(ETH0, mtu_bytes=9000, gso_max_bytes=200_000)
+    looked = kept.look()
+    assert (looked.verdict, looked.drift) == (Verdict.CHANGED, ())
+    assert kept.counts == (1, 1, 0, {})
+    kept.kernel.device = replace(ETH0, is_up=False)
+    kept.look()
+    kept.hand(DeleteFilter(FLEET.wanted().tree.filters[0]))
+    kept.kernel.device = ETH0
+    assert kept.look().verdict is Verdict.REPAIRED
+
+
 def test_a_tenant_that_left_and_still_sends_is_no_drift_however_often_it_is_looked_at(kept: Rig) -> None:
     kept.control.sending = {ACME_CLASS}
     looked = kept.look(case(BETA))
