@@ -14,6 +14,7 @@ from kura_shaper.tenants.kubernetes.reflector import Reflector, Resource, Timing
 from kura_shaper.tenants.kubernetes.wire import ApiError
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 
     from kura_shaper.tenants.kubernetes.fake import FakeApi
@@ -79,7 +80,10 @@ class Reflecting:
 
 @asynccontextmanager
 async def served(
-    api: FakeApi, *, before: Callable[[web.Request], Awaitable[web.StreamResponse | None]] | None = None
+    api: FakeApi,
+    *,
+    before: Callable[[web.Request], Awaitable[web.StreamResponse | None]] | None = None,
+    certificate: ssl.SSLContext | None = None,
 ) -> AsyncIterator[str]:
     """Serve an API in memory over HTTP, and return its address. What `before` returns goes before."""
 
@@ -105,9 +109,9 @@ async def served(
     runner = web.AppRunner(app, shutdown_timeout=0)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=certificate)
         await site.start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield f"{'https' if certificate else 'http'}://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         api.end_watches()
         await runner.cleanup()

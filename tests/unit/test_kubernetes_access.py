@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import ssl
 import subprocess
 import sys
 from contextlib import asynccontextmanager, closing
@@ -43,6 +44,12 @@ def kubeconfig(path: Path, server: str, *, token: str = "t1", ca: Path | None = 
     }
     path.write_text(json.dumps(whole))
     return path
+
+
+def certificate(authority: trustme.CA) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    return context
 
 
 @asynccontextmanager
@@ -86,8 +93,24 @@ async def test_a_hung_connection_is_given_up_on(tmp_path: Path) -> None:
 
     async with served(FakeApi(), before=hang) as server, reached(tmp_path, server) as api:
         with pytest.raises(ApiError, match="can't be reached"):
-            await read(api, idle_s=0.05)
+            async with api.get(INSTANCES, {}, idle_s=0.05):
+                pass
         release.set()
+
+
+@in_a_loop
+async def test_a_watch_that_falls_silent_is_given_up_on(tmp_path: Path) -> None:
+    fake = FakeApi()
+    query = {"watch": "1", "resourceVersion": "1"}
+    async with (
+        served(fake) as server,
+        reached(tmp_path, server) as api,
+        api.get(INSTANCES, query, idle_s=0.2) as answer,
+    ):
+        await fake.until(lambda: bool(fake.watches))
+        fake.bookmark()
+        with pytest.raises(ApiError, match="can't be reached"):
+            assert [b"BOOKMARK" in line async for line in answer.lines()] == [True]
 
 
 @in_a_loop
@@ -126,21 +149,16 @@ async def test_a_pods_token_is_read_anew_for_each_request(tmp_path: Path) -> Non
 
     authority = trustme.CA()
     (tmp_path / "ca.crt").write_bytes(authority.cert_pem.bytes())
-    (tmp_path / "token").write_text("one\n")
-    async with served(FakeApi(), before=note) as server:
-        host, _, port = server.removeprefix("http://").partition(":")
+    async with served(FakeApi(), before=note, certificate=certificate(authority)) as server:
+        host, _, port = server.removeprefix("https://").partition(":")
         environ = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
         access = Access(clock=FakeAsyncClock(), environ=environ, service_account=tmp_path)
         assert access.is_in_cluster
-        configuration = await access.configuration()
-        assert configuration.host == f"https://{host}:{port}"
-        assert await configuration.get_api_key_with_prefix("BearerToken") == "bearer one\n"
-        (tmp_path / "token").write_text("two")
-        configuration = await access.configuration()
-        assert await configuration.get_api_key_with_prefix("BearerToken") == "bearer two"
         async with HttpApi(access) as api:
-            with pytest.raises(ApiError, match="can't be reached"):  # it speaks no TLS
-                await read(api)
+            for token in ("one\n", "two"):
+                (tmp_path / "token").write_text(token)
+                assert (await read(api))[0] == 200
+    assert seen == ["bearer one", "bearer two"]
 
 
 @in_a_loop
@@ -172,18 +190,8 @@ async def test_a_certificate_authority_that_is_replaced_is_followed(tmp_path: Pa
     old, new = trustme.CA(), trustme.CA()
     trusted = tmp_path / "ca.crt"
     trusted.write_bytes(old.cert_pem.bytes())
-    import ssl
-
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    new.issue_cert("127.0.0.1").configure_cert(context)
-    app = web.Application()
-    app.router.add_get("/{tail:.*}", _ok)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context).start()
-    server = f"https://127.0.0.1:{runner.addresses[0][1]}"
-    access = Access(kubeconfig(tmp_path / "config", server, ca=trusted), clock=FakeAsyncClock())
-    try:
+    async with served(FakeApi(), certificate=certificate(new)) as server:
+        access = Access(kubeconfig(tmp_path / "config", server, ca=trusted), clock=FakeAsyncClock())
         async with HttpApi(access) as api:
             with pytest.raises(ApiError, match="CERTIFICATE_VERIFY_FAILED"):
                 await read(api)
@@ -192,12 +200,6 @@ async def test_a_certificate_authority_that_is_replaced_is_followed(tmp_path: Pa
             trusted.unlink()
             with pytest.raises(ApiError):
                 await read(api)
-    finally:
-        await runner.cleanup()
-
-
-async def _ok(_: web.Request) -> web.Response:
-    return web.Response(text="ok")
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", "a: b", "current-context: c", "\x00", '{"users": 7}'])

@@ -148,6 +148,14 @@ def test_one_bad_instance_of_an_account_does_not_take_the_tenant_from_the_other(
     assert said(made) == [("b", "spec.egressGuaranteedMbps", Effect.PART)]
 
 
+def test_while_one_instance_can_not_be_read_the_others_do_not_make_the_tenant_less_than_it_was() -> None:
+    one, other = instance("acme", 0x100, "a"), instance("acme", 0x100, "b", egressGuaranteedMbps=40)
+    before = compiled(one, other).document
+    made = compiled(one, instance("acme", 0x100, "b", egressGuaranteedMbps=-40), previous=before)
+    assert tenants(made)["acme"].floor == Rate(40_000_000)
+    assert said(made) == [("b", "spec.egressGuaranteedMbps", Effect.LAST_GOOD)]
+
+
 # What can't be used.
 
 BAD = [
