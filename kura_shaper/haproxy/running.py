@@ -135,8 +135,13 @@ def parse_certificate_list(text: str) -> tuple[tuple[str, str, str], ...]:
 
 
 def parse_fingerprint(text: str) -> str:
-    """Return the fingerprint in an answer to `show ssl cert PATH`, "" when the worker has no such certificate."""
+    """Return the fingerprint in an answer to `show ssl cert PATH`, "" when the worker has no such certificate.
+
+    Raises StateUnknownError for another answer, as of a worker that still starts.
+    """
     match = _FINGERPRINT.search(text)
+    if match is None and not text.startswith(("Can't display the certificate", "Filename: ")):
+        raise StateUnknownError(f"the gateway answers {text[:80]!r} when asked for a certificate")
     return match[1] if match else ""
 
 

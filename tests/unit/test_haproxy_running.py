@@ -79,6 +79,12 @@ def test_a_fingerprint_is_read() -> None:
     assert parse_fingerprint("Can't display the certificate: Not found or the certificate is a bundle!\n") == ""
 
 
+@pytest.mark.parametrize("text", ["", "\n", "Can't find the target PID matching the prefix '@1'\n"])
+def test_what_is_no_certificate_is_unknown(text: str) -> None:
+    with pytest.raises(StateUnknownError):
+        parse_fingerprint(text)
+
+
 def test_servers_are_read_with_the_row_that_haproxy_reads_back() -> None:
     head, servers = parse_servers(f"{HEAD}{EDGE_ROW}\n{ROW}\n{DNS_ROW}\n\n")
     assert head == HEAD
