@@ -204,7 +204,8 @@ class ApplyRig:
         assert self.process.poll() is None, self.log
         with suppress(OSError, KuraShaperError):
             socket.create_connection((self.address, 8405), timeout=1).close()
-            return bool(self.pid)
+            # HAProxy 3.2 lists a worker for a moment before it can be asked.
+            return "Version: " in self.master.ask("@1 show info")
         return False
 
     def stop(self) -> None:

@@ -420,7 +420,7 @@ def test_an_empty_document_needs_to_be_allowed(rig: ApplyRig) -> None:
     assert decided(rig.applied()) == ("none", "unchanged")
 
 
-def snapshot(rig: ApplyRig) -> object:
+def snapshot(rig: ApplyRig) -> tuple[object, ...]:
     files = {str(path): path.lstat().st_mtime_ns for path in sorted(rig.out.rglob("*"))}
     maps = [rig.master.ask(f"@1 show map {rig.out}/current/{name}.map") for name in ("sni", "mark", "peer", "grpc")]
     return files, maps, rig.pid, rig.current
@@ -439,7 +439,9 @@ def test_diff_changes_nothing(rig: ApplyRig) -> None:
     assert rig.spawn("--watch", "--diff").wait(timeout=5) == 2
     rig.write(rig.tenant("acme"), rig.tenant("beta"))
     assert rig.cli("--apply", "--diff").code == 0
-    assert snapshot(rig) == before
+    after = snapshot(rig)
+    assert after[1:] == before[1:]
+    assert after[0] == before[0]
 
 
 def test_directory_certificates_with_odd_names_are_no_crash(rig: ApplyRig) -> None:
