@@ -1,0 +1,109 @@
+"""What the agent and the gateway's watch serve, and what a PromQL expression asks of them."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from typing import Any, cast
+
+from agent_rig import scraped
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kura_shaper.clock import SystemClock
+from kura_shaper.haproxy.metrics import WatchMetrics
+from kura_shaper.haproxy.watch import WatchState
+
+# What Prometheus makes itself, and the labels that it or a scrape's relabelling puts on every series.
+OWN_SERIES = {"ALERTS", "up"}
+TARGET_LABELS = {"cluster", "node", "instance", "job", "namespace"}
+_KEYWORDS = {
+    *("by", "without", "on", "ignoring", "group_left", "group_right", "bool", "offset", "and", "or", "unless"),
+    *("inf", "nan", "start", "end"),
+}
+# What the collector has and the agent does not feed yet.
+_NOT_YET = {
+    "kura_shaper_tenant_tcp_retransmits_total": {"tenant"},
+    "kura_shaper_retransmit_way_info": {"way"},
+}
+# The answer of a master of HAProxy 3.0 to `show proc`: a worker, and one of before a reload.
+_SHOW_PROC = """#<PID>          <type>          <reloads>       <uptime>        <version>
+10              master          1               0d00h01m00s     3.0.11
+# workers
+12              worker          0               0d00h00m30s     3.0.11
+# old workers
+11              worker          1               0d00h01m00s     3.0.11
+# programs
+
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A series that an expression asks for, with the labels that its braces have."""
+
+    name: str
+    labels: frozenset[str]
+
+
+@functools.cache
+def served() -> dict[str, set[str]]:
+    """Return every series that a real agent and the watch serve, with its labels."""
+    registry = CollectorRegistry(auto_describe=False)
+    state = WatchState(source_valid=True, in_step=True, source_read_ns=1, last_good_ns=1, generation="1")
+    registry.register(WatchMetrics(state, cast("Any", _Master()), SystemClock()))
+    return _NOT_YET | series_of(generate_latest(registry).decode()) | series_of(scraped())
+
+
+def series_of(text: str) -> dict[str, set[str]]:
+    """Return the series of an exposition, with their labels. What has no sample at the moment has no labels."""
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(text):
+        found.setdefault(f"{family.name}_total" if family.type == "counter" else family.name, set())
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+def asked_by(expression: str) -> list[Asked]:
+    """Return the series that an expression selects."""
+    bare = re.sub(r'"(?:[^"\\]|\\.)*"', '""', expression)
+    without_lists = re.sub(r"\b(by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)", " ", bare)
+    found = []
+    for match in re.finditer(r"(?<![\w$.:])([a-zA-Z_:][\w:]*)\s*(\{[^}]*\})?(\s*\()?", without_lists):
+        name, braces, call = match.groups()
+        if call or name.lower() in _KEYWORDS or re.fullmatch(r"e\d*", name):
+            continue
+        labels = re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", braces or "")
+        found.append(Asked(name, frozenset(labels)))
+    return found
+
+
+def grouped_by(expression: str) -> set[str]:
+    """Return every label that an expression aggregates or joins by."""
+    lists = re.findall(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\(([^)]*)\)", expression)
+    return {label.strip() for each in lists for label in each.split(",") if label.strip()}
+
+
+def faults_of(expression: str, known: dict[str, set[str]]) -> list[str]:
+    """Return what an expression asks for that nobody serves, a line each."""
+    asked, faults = asked_by(expression), []
+    for each in asked:
+        if each.name in OWN_SERIES:
+            continue
+        if each.name not in known:
+            faults.append(f"nobody serves {each.name}")
+            continue
+        faults += [
+            f"{each.name} has no label {label}" for label in sorted(each.labels - known[each.name] - TARGET_LABELS)
+        ]
+    everything = set().union(*(known.get(each.name, set()) for each in asked)) | TARGET_LABELS | {"le", "alertname"}
+    faults += [f"no series here has the label {label}" for label in sorted(grouped_by(expression) - everything)]
+    return faults
+
+
+class _Master:
+    def ask(self, command: str) -> str:
+        assert command == "show proc"
+        return _SHOW_PROC
