@@ -88,7 +88,7 @@ def render_haproxy(
     nbthread: given.Threads = None,
     maxconn: given.Maxconn = 10_000,
     nofile: given.Nofile = None,
-    h2_window_bytes: given.Http2Window = 4_194_304,
+    h2_window_bytes: given.Http2Window = None,
     h2_streams: given.Http2Streams = 32,
     hard_stop_after_s: given.HardStop = 1_800,
     master_socket: given.MasterSocketPath = "",

@@ -128,11 +128,11 @@ WireOverhead = Annotated[
     ),
 ]
 Http2Window = Annotated[
-    int,
+    int | None,
     typer.Option(
         "--h2-window-bytes",
         metavar="N",
-        help="What a client may upload ahead of a slow server, HTTP/2.",
+        help="What a client may upload ahead of a slow server, HTTP/2. Default: 4194304, with 3.0 65535.",
         rich_help_panel=_HOW,
     ),
 ]

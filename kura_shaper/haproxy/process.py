@@ -18,7 +18,6 @@ CONFIG_ID_PREFIX = "kura-shaper-"
 NO_CONFIG_ID = "0000000000000000"
 
 HAS_NOTSENT_LOWAT = (3, 1, 0)
-HAS_H2_RXBUF = (3, 1, 0)
 
 # A table entry lives for each tenant; one that doesn't fit would push another's count out.
 _MIN_TABLE_ENTRIES = 1024
@@ -59,11 +58,10 @@ def _global(options: GatewayOptions) -> Section:
     ]
     if options.nbthread is not None:
         lines.append(line("nbthread", str(options.nbthread)))
-    # A window of 64 KiB, the default, holds an upload over 190 ms to 0.3 MB/s.
-    if options.haproxy_version >= HAS_H2_RXBUF:
-        lines.append(line("tune.h2.fe.rxbuf", str(options.h2_window_bytes)))
+    if options.has_h2_rxbuf:
+        lines.append(line("tune.h2.fe.rxbuf", str(options.h2_window)))
     else:
-        lines.append(line("tune.h2.fe.initial-window-size", str(options.h2_window_bytes)))
+        lines.append(line("tune.h2.fe.initial-window-size", str(options.h2_window)))
     # Bytes already in a client's socket buffer are past the limit: keep them few.
     if options.haproxy_version >= HAS_NOTSENT_LOWAT:
         lines.append(line("tune.notsent-lowat.client 16384"))

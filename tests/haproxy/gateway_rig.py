@@ -152,6 +152,7 @@ class GatewayRig:
     log: Path
     master_socket: str
     document: TenantsDocument
+    options: GatewayOptions
     clients: Namespace
     address: str = "127.0.0.1"
 
@@ -256,7 +257,7 @@ def running_gateway(
         log = directory / "haproxy.log"
         master = f"{namespace.root}{RUN_DIRECTORY}/master.sock"
         client = ssl.create_default_context(cafile=directory / "ca.pem")
-        rig = GatewayRig(namespace, client, directory / "ca.pem", log, master, document, namespace)
+        rig = GatewayRig(namespace, client, directory / "ca.pem", log, master, document, options, namespace)
         (start_servers or start_own_servers)(stack, rig, ca)
         config = str(options.directory / "haproxy.cfg")
         haproxy = (str(binary.path), "-W", "-S", f"{RUN_DIRECTORY}/master.sock", "-f", config)

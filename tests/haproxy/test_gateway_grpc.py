@@ -137,10 +137,7 @@ def test_another_tenants_name_in_requests_is_an_error(running: Ends) -> None:
     assert (ended.code, "421" in ended.details) == ("UNKNOWN", True)
 
 
-def test_reads_and_writes_at_the_same_time_share_a_channel(running: Ends, request: pytest.FixtureRequest) -> None:
+def test_reads_and_writes_at_the_same_time_share_a_channel(running: Ends) -> None:
     """Last here, since a client whose calls block each other is of no more use."""
-    if running.version == "3.0":
-        reason = "with a window of 4 MiB, uploads and downloads of one connection block each other for good in 3.0"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
     for _ in range(3):
         assert running.channel().do(ends.both_ways, 4 * MIB, 12, 5.0) == {"OK"}

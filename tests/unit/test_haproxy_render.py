@@ -60,6 +60,8 @@ INITECH = Tenant(
 )
 DOCUMENT = TenantsDocument("us-east", (ACME, GLOBEX, INITECH))
 OPTIONS = GatewayOptions((3, 0, 11))
+# It can limit connections, where 3.0 limits responses.
+NEWER = GatewayOptions((3, 2, 26))
 
 
 def with_acme(**changes: Any) -> TenantsDocument:
@@ -146,7 +148,7 @@ def test_marks_follow_the_documents_layout() -> None:
 @pytest.mark.parametrize(
     ("version", "present", "absent"),
     [
-        ((3, 0, 3), "tune.h2.fe.initial-window-size 4194304", ("rxbuf", "notsent-lowat")),
+        ((3, 0, 3), "tune.h2.fe.initial-window-size 65535", ("rxbuf", "notsent-lowat")),
         ((3, 1, 0), "tune.notsent-lowat.client 16384", ("initial-window-size",)),
         ((3, 2, 26), "tune.h2.fe.rxbuf 4194304", ("initial-window-size",)),
     ],
@@ -160,29 +162,48 @@ def test_a_version_gets_only_what_it_knows(
 
 
 def test_every_plane_of_a_tenant_counts_in_its_one_bucket() -> None:
-    config = config_of()
+    config = config_of(options=NEWER)
     edge, peer = section(config, "backend acme_edge"), section(config, "backend acme_peer")
-    limit = "filter bwlim-out ceiling limit 187500000 key str(acme) table ceilings min-size 16384"
+    limit = "filter bwlim-out ceiling limit 187500000 key str(acme) table ceilings min-size 12288"
     assert [row for row in (*edge, *peer) if "bwlim" in row] == [limit, limit]
     assert config.count("set-bandwidth-limit") == config.count("filter bwlim-out") == 4
 
 
+@pytest.mark.parametrize("version", [(3, 0, 11), (3, 0, 99), (3, 1, 20), (3, 2, 22), (3, 3, 99), (3, 4, 3)])
+def test_a_version_that_would_lose_the_end_of_a_limited_connection_limits_responses(
+    version: tuple[int, int, int],
+) -> None:
+    config = config_of(options=replace(OPTIONS, haproxy_version=version))
+    for name in ("acme_edge", "acme_peer"):
+        assert not [row for row in section(config, f"backend {name}") if "bwlim" in row]
+    for name in ("acme_http", "acme_grpc"):
+        rows = section(config, f"backend {name}")
+        assert [row for row in rows if "bandwidth-limit" in row] == ["http-response set-bandwidth-limit ceiling"]
+
+
+@pytest.mark.parametrize("version", [(3, 2, 23), (3, 2, 999), (3, 4, 4), (3, 5, 0)])
+def test_a_version_that_does_not_limits_connections(version: tuple[int, int, int]) -> None:
+    config = config_of(options=replace(OPTIONS, haproxy_version=version))
+    assert [row for row in section(config, "backend acme_edge") if "bwlim" in row]
+    assert not [row for row in section(config, "backend acme_http") if "bandwidth-limit" in row]
+
+
 def test_inline_the_bucket_is_in_the_backends_of_requests_and_used_once_in_each() -> None:
-    config = config_of(options=replace(OPTIONS, design=Design.INLINE))
+    config = config_of(options=replace(NEWER, design=Design.INLINE))
     assert "frontend edge" not in config
     assert "_edge" not in config
     for name in ("acme_http", "acme_grpc"):
         rows = section(config, f"backend {name}")
         assert [row for row in rows if "bandwidth-limit" in row] == ["http-response set-bandwidth-limit ceiling"]
         assert rows.index("http-response set-bandwidth-limit ceiling") > rows.index(
-            "filter bwlim-out ceiling limit 187500000 key str(acme) table ceilings min-size 16384"
+            "filter bwlim-out ceiling limit 187500000 key str(acme) table ceilings min-size 12288"
         )
     assert "tcp-request content set-bandwidth-limit ceiling" in section(config, "backend acme_peer")
 
 
 @pytest.mark.parametrize(("percent", "limit"), [(0, 187_500_000), (5, 178_125_000), (50, 93_750_000)])
 def test_the_limit_leaves_room_for_headers(percent: int, limit: int) -> None:
-    rows = section(config_of(options=replace(OPTIONS, wire_overhead_percent=percent)), "backend acme_edge")
+    rows = section(config_of(options=replace(NEWER, wire_overhead_percent=percent)), "backend acme_edge")
     assert rows[0].startswith(f"filter bwlim-out ceiling limit {limit} ")
 
 
@@ -226,7 +247,7 @@ def test_a_ceiling_that_haproxy_can_not_hold_is_refused(ceiling: str) -> None:
 
 @pytest.mark.parametrize(("ceiling", "limit"), [("8", 1), ("17179869183", 2**31 - 1)])
 def test_the_ends_of_the_range_are_taken(ceiling: str, limit: int) -> None:
-    rows = section(config_of(with_acme(ceiling=Rate.parse(ceiling))), "backend acme_edge")
+    rows = section(config_of(with_acme(ceiling=Rate.parse(ceiling)), NEWER), "backend acme_edge")
     assert f"limit {limit} " in rows[0]
 
 
