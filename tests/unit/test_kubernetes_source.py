@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import asynccontextmanager, suppress
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,10 @@ from kura_shaper.tenants.document import Tenant, TenantsDocument
 from kura_shaper.tenants.kubernetes.fake import FakeApi, FakeAsyncClock, refusal
 from kura_shaper.tenants.kubernetes.instances import RegionSettings
 from kura_shaper.tenants.kubernetes.objects import Effect
+from kura_shaper.tenants.kubernetes.pace import SystemAsyncClock
 from kura_shaper.tenants.kubernetes.reflector import Timing
-from kura_shaper.tenants.kubernetes.source import KubernetesSource, LastGood, instances_resource
+from kura_shaper.tenants.kubernetes.source import ClusterSource, LastGood, instances_resource
+from kura_shaper.tenants.kubernetes.thread import FollowedCluster
 from kura_shaper.tenants.kubernetes.wire import ApiError
 from kura_shaper.tenants.marks import MarkLayout
 from kura_shaper.units import Rate
@@ -58,10 +61,8 @@ class Cluster:
         self.told += 1
 
     @asynccontextmanager
-    async def followed(
-        self, *, node: str = "box-1", last_good: LastGood | None = None
-    ) -> AsyncIterator[KubernetesSource]:
-        source = KubernetesSource(
+    async def followed(self, *, node: str = "box-1", last_good: LastGood | None = None) -> AsyncIterator[ClusterSource]:
+        source = ClusterSource(
             self,
             US_EAST,
             clock=self.clock,
@@ -80,7 +81,7 @@ class Cluster:
                 await task
 
 
-async def until(source: KubernetesSource, what: Callable[[Snapshot], bool]) -> Snapshot:
+async def until(source: ClusterSource, what: Callable[[Snapshot], bool]) -> Snapshot:
     async with asyncio.timeout(LIMIT_S):
         while not what(source.snapshot()):
             source.changed.clear()
@@ -235,3 +236,44 @@ async def test_a_node_that_is_not_there_is_a_problem_and_the_budget_stays() -> N
 def test_no_namespace_means_all() -> None:
     path = "/apis/kura.tuist.dev/v1alpha1/kurainstances"
     assert instances_resource("", marks=MarkLayout()).path == path
+
+
+# In a thread.
+
+
+class Reached:
+    """An API that notes whether it was closed."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    async def __aenter__(self) -> None:
+        pass
+
+    async def __aexit__(self, *_: object) -> None:
+        self.is_closed = True
+
+
+def test_a_program_without_a_loop_follows_the_cluster_in_a_thread() -> None:
+    cluster, heard, api = Cluster(), threading.Event(), Reached()
+    cluster.account("acme", 0x100)
+    source = ClusterSource(cluster, US_EAST, clock=SystemAsyncClock(), random=Random(1), on_change=heard.set)
+    with FollowedCluster(source, api) as followed:
+        assert heard.wait(LIMIT_S)
+        assert names(followed.snapshot()) == ["acme"]
+    assert api.is_closed
+    assert (names(followed.snapshot()), followed.snapshot().failure) == (["acme"], "")
+
+
+def test_a_fault_that_ends_the_thread_is_in_every_snapshot() -> None:
+    cluster, asked = Cluster(), threading.Event()
+
+    def fault(_: object) -> None:
+        asked.set()
+        raise ZeroDivisionError
+
+    cluster.instances.answer = fault
+    source = ClusterSource(cluster, US_EAST, clock=SystemAsyncClock(), random=Random(1))
+    with FollowedCluster(source, Reached()) as followed:
+        assert asked.wait(LIMIT_S)
+    assert "ended" in followed.snapshot().failure

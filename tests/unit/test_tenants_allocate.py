@@ -212,6 +212,11 @@ def test_a_taken_id_leads_to_the_next_and_from_the_last_to_the_first() -> None:
         choose("acme", set(range(0x100, 0x200)), class_id_max=0x1FF)
 
 
+def test_an_id_that_a_tenant_has_is_taken() -> None:
+    made = allocated(document("acme", beta=CANDIDATE_OF_ACME, gamma=CANDIDATE_OF_ACME + 1))
+    assert made.assigned == {"acme": CANDIDATE_OF_ACME + 2}
+
+
 def test_ids_stay_below_the_mask() -> None:
     text = document(*(f"t{number}" for number in range(200))).replace(
         "tenants:", 'marks: {mask: "0x01ff0000"}\ntenants:'

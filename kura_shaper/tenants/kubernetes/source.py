@@ -91,7 +91,7 @@ class _Parts:
         return (self.instances, self.node) if self.node else (self.instances,)
 
 
-class KubernetesSource:
+class ClusterSource:
     """Tells of the tenants of a region and the budget of a node while `run` runs.
 
     `on_change` is called in the event loop, and `changed` is set, each time that document,
