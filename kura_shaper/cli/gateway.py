@@ -15,7 +15,7 @@ import typer
 
 from kura_shaper.cli import gateway_options as given
 from kura_shaper.cli import options, show
-from kura_shaper.clock import SystemClock
+from kura_shaper.clock import Clock, SystemClock
 from kura_shaper.errors import UsageError
 from kura_shaper.haproxy.apply import (
     Applied,
@@ -220,14 +220,11 @@ def _apply(load: Callable[[], TenantsDocument], site: Callable[[], Site], *, dif
     if diff:
         _show_prepared(document, prepare(document, found), as_json=as_json)
     try:
-        with alone(found.directory, clock):
-            prepared = prepare(document, found)
-            applied = carry_out(prepared, found)
-            if applied.outcome is Outcome.DEFERRED and applied.wait_s <= found.policy.interval_s:
-                typer.echo(f"waiting {applied.wait_s} s: {'; '.join(applied.notes)}", err=True)
-                clock.wait_ns(applied.wait_s * 1_000_000_000)
-                prepared = prepare(document, found)
-                applied = carry_out(prepared, found)
+        prepared, applied = _once(document, found, clock)
+        if applied.outcome is Outcome.DEFERRED and applied.wait_s <= found.policy.interval_s:
+            typer.echo(f"waiting {applied.wait_s} s: {'; '.join(applied.notes)}", err=True)
+            clock.wait_ns(applied.wait_s * 1_000_000_000)
+            prepared, applied = _once(document, found, clock)
     except CheckFailedError as error:
         if as_json:
             raise
@@ -235,10 +232,7 @@ def _apply(load: Callable[[], TenantsDocument], site: Callable[[], Site], *, dif
         raise typer.Exit(3) from error
     report = prepared.report or CheckReport(found.options.haproxy_version)
     if as_json:
-        head = _as_json(
-            document, prepared.wanted, report, changed=prepared.changes, checked=prepared.report is not None
-        )
-        show.print_json(head | _applied_json(applied))
+        show.print_json(_prepared_json(document, prepared, report) | _applied_json(applied))
     else:
         _print_report(report)
         _print_decision(prepared)
@@ -249,13 +243,16 @@ def _apply(load: Callable[[], TenantsDocument], site: Callable[[], Site], *, dif
     raise typer.Exit(0 if is_well else 1)
 
 
+def _once(document: TenantsDocument, site: Site, clock: Clock) -> tuple[Prepared, Applied]:
+    with alone(site.directory, clock):
+        prepared = prepare(document, site)
+        return prepared, carry_out(prepared, site)
+
+
 def _show_prepared(document: TenantsDocument, prepared: Prepared, *, as_json: bool) -> NoReturn:
     report = prepared.report or CheckReport((0, 0, 0))
     if as_json:
-        head = _as_json(
-            document, prepared.wanted, report, changed=prepared.changes, checked=prepared.report is not None
-        )
-        show.print_json(head | _decision_json(prepared.decision))
+        show.print_json(_prepared_json(document, prepared, report) | _decision_json(prepared.decision))
     else:
         _print_report(report)
         show.say(prepared.difference, newline=False)
