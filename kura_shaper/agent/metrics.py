@@ -115,8 +115,8 @@ class AgentMetrics:
                 if rate is not None:
                     whole.add_metric([name], rate)
                 window.add_metric([name], sampled.window_ns / _SECOND_NS)
-                outside.add_metric([name], sampled.outside.total_bytes)
-                if sampled.newest is not None:
+                if sampled.newest is not None and sampled.is_fresh(now_ns):
+                    outside.add_metric([name], sampled.outside.total_bytes)
                     sent.add_metric([name], sampled.newest.device_bytes)
         yield from (fastest, whole, window, outside, sent)
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 WINDOW_NS = 100_000_000
 _SHARE = 20
+_FRESH_NS = 5_000_000_000
 _EVERY_HTB = tuple(Handle(HTB_HANDLE.major + queue) for queue in range(SHAPED_QUEUES_MAX))
 
 
@@ -46,6 +47,10 @@ class Sampled:
     windows: Windows = field(default_factory=Windows)
     outside: Outside = field(default_factory=Outside)
     window_ns: int = WINDOW_NS
+
+    def is_fresh(self, now_ns: int) -> bool:
+        """Whether the newest sample is of a moment ago; else nothing could be read since, and it tells nothing."""
+        return self.newest is not None and now_ns - self.newest.at_ns <= max(_FRESH_NS, 3 * self.window_ns)
 
 
 class Sampler:

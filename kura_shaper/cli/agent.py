@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import getpass
 import logging
 import os
 import signal
 import socket
+import sys
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -102,6 +104,7 @@ def agent(
 def _run(settings: AgentSettings) -> None:
     clock = SystemClock()
     signals = _Signals()
+    _stay_responsive()
     with ExitStack() as stack:
         if settings.file is None:
             raise UsageError("the source kubernetes is not there yet", remedy="source: {file: ...}")
@@ -113,6 +116,16 @@ def _run(settings: AgentSettings) -> None:
         stack.callback(server.close)
         signals.are_for(keeper)
         keeper.run()
+
+
+def _stay_responsive() -> None:
+    """Let no thread wait long for another: a look at thousands of classes must not hold up a probe's answer.
+
+    A full round of the garbage collector takes 60 ms with 5,000 tenants, and what is read makes no cycles.
+    """
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+    sys.setswitchinterval(0.001)
 
 
 class _Signals:

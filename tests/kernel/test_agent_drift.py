@@ -281,3 +281,29 @@ def test_several_shaped_queues_are_balanced_and_that_is_no_news(
         repairs = running.keeper().tally.repairs
         until(lambda: running.keeper().tally.repairs > repairs, what="a share edited by hand")
         assert sum(network.read().classes[c].ceil.bits_per_second for c in budgets) == 10**8
+
+
+def test_shares_that_were_moved_are_adopted_as_they_are(
+    network: Network, files: Files, capabilities: Capabilities
+) -> None:
+    if not capabilities.steering:
+        pytest.skip("this kernel can't steer")
+    budgets = [Handle(0x20 + queue, BUDGET.minor) for queue in range(2)]
+    settings: dict[str, Any] = {"shape": ShapeChoice.MQ, "shaped_queues": 2, "budget": Rate(10**8)}
+
+    def shares() -> list[Rate]:
+        return [network.read().classes[classid].ceil for classid in budgets]
+
+    with AgentThread(files, capabilities, **settings) as running:
+        until(lambda: (looked := running.looked()) and looked.verdict.is_well, what="the first tree")
+        running.settle()
+        before = shares()
+        with flooding(network, socket.AF_INET, socket.SOCK_STREAM, mark=ACME.minor << 16, flows=1):
+            until(lambda: shares() != before, what="the budget follows")
+    moved = shares()
+    assert sum(share.bits_per_second for share in moved) == 10**8
+    with AgentThread(files, capabilities, **settings) as running:
+        until(lambda: (looked := running.looked()) and looked.verdict.is_well, what=str(running.looked()))
+        running.settle()
+        tally = running.keeper().tally
+        assert (tally.installs, tally.changes, tally.repairs) == (0, 0, 0)

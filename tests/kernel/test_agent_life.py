@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,7 +21,6 @@ from kura_shaper.units import Rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from conftest import Cli, Network
 
@@ -71,6 +72,31 @@ def test_an_agent_that_comes_later_adopts_what_is_there_without_a_write(
         assert heard() == 0
     after = network.read()
     assert (after.classes, after.leaves, after.filters) == (before.classes, before.leaves, before.filters)
+
+
+@pytest.mark.parametrize("shape", ["single", "mq"])
+def test_promtool_finds_nothing_wrong_with_a_scrape(
+    network: Network, files: Files, capabilities: Capabilities, shape: str
+) -> None:
+    base = os.environ.get("KURA_SHAPER_CACHE") or Path(
+        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "kura-shaper"
+    )
+    program = Path(base, "prometheus", "bin", "promtool")
+    if not program.exists():
+        pytest.skip(f"no promtool at {program}; scripts/setup brings it")
+    if shape == "mq" and not capabilities.steering:
+        pytest.skip("this kernel can't steer")
+    with AgentProcess(files, shape=shape) as running:
+        running.ready()
+        until(lambda: running.metric("class_window_max_bits_per_second") is not None)
+        text = running.ask("/metrics")[1]
+    done = subprocess.run(
+        [str(program), "check", "metrics"], input=text, capture_output=True, text=True, check=False, timeout=30
+    )
+    # Rates are in bit/s, as the names of the contract say.
+    other = [line for line in done.stderr.splitlines() if not line.endswith('use base unit "bytes" instead of "bits"')]
+    assert (done.stdout, other) == ("", [])
+    assert done.returncode in {0, 3}
 
 
 # The end.

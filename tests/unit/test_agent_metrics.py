@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -206,6 +203,16 @@ def test_a_reading_shows_its_age(view: AgentView, clock: FakeClock) -> None:
     assert scrape.one("source_age_seconds") == 3
 
 
+def test_a_device_that_can_not_be_sampled_any_more_shows_no_counter_that_stands_still(
+    view: AgentView, clock: FakeClock
+) -> None:
+    clock.wait_ns(5 * SECOND)
+    assert Scrape(view, clock).one("device_sent_bytes_total") == 12_500_000
+    clock.wait_ns(SECOND)
+    scrape = Scrape(view, clock)
+    assert (scrape.all("device_sent_bytes_total"), scrape.all("outside_bytes_total")) == ([], [])
+
+
 def test_a_window_of_long_ago_is_no_window_of_the_last_minute(view: AgentView, clock: FakeClock) -> None:
     clock.wait_ns(200 * SECOND)
     assert Scrape(view, clock).all("class_window_max_bits_per_second") == []
@@ -291,25 +298,3 @@ def test_two_devices_stand_side_by_side(clock: FakeClock) -> None:
     scrape = Scrape(view, clock)
     for name in ("config_present", "installs_total", "outside_bytes_total", "device_sent_bytes_total"):
         assert {labels["device"] for labels, _ in scrape.all(name)} == {"eth0", "eth1"}
-
-
-def promtool() -> Path:
-    base = os.environ.get("KURA_SHAPER_CACHE") or Path(
-        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "kura-shaper"
-    )
-    path = Path(base, "prometheus", "bin", "promtool")
-    if not path.exists():
-        pytest.skip(f"no promtool at {path}; scripts/setup brings it")
-    return path
-
-
-def test_promtool_finds_nothing_wrong_with_a_scrape(view: AgentView, clock: FakeClock) -> None:
-    program = promtool()
-    text = Scrape(view, clock).text
-    done = subprocess.run(
-        [str(program), "check", "metrics"], input=text, capture_output=True, text=True, check=False, timeout=30
-    )
-    # Rates are in bit/s, as the names of the contract say.
-    other = [line for line in done.stderr.splitlines() if not line.endswith('use base unit "bytes" instead of "bits"')]
-    assert (done.stdout, other) == ("", [])
-    assert done.returncode in {0, 3}
