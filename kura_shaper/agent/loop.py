@@ -29,12 +29,14 @@ from kura_shaper.tree.model import Shape
 from kura_shaper.tree.preflight import Permission
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from kura_shaper.agent.events import FileEvents
     from kura_shaper.agent.settings import AgentSettings
     from kura_shaper.agent.source import Source, Told
     from kura_shaper.clock import Clock
+    from kura_shaper.kernel.retransmits import RetransmitCounter
+    from kura_shaper.tenants.marks import MarkLayout
     from kura_shaper.tree.build import Capabilities
     from kura_shaper.units import Rate
 
@@ -58,6 +60,7 @@ class Agent:
         *,
         clock: Clock,
         files: FileEvents | None = None,
+        count_retransmits: Callable[[MarkLayout], RetransmitCounter] | None = None,
     ) -> None:
         self.view = AgentView(observes=settings.observe, alive_at_ns=clock.now_ns())
         self._settings, self._source, self._capabilities, self._clock = settings, source, capabilities, clock
@@ -70,6 +73,9 @@ class Agent:
         self._due = Due(clock.now_ns())
         self._retry_ns = _RETRY_FIRST_NS
         self._said: dict[str, str] = {}
+        self._open_counter = count_retransmits
+        self._counted_by: MarkLayout | None = None
+        self._counters: list[RetransmitCounter] = []
 
     def stop(self) -> None:
         """Let `run` return, after the look that is under way."""
@@ -110,6 +116,9 @@ class Agent:
                 look.add_done_callback(lambda _: os.eventfd_write(self._wake_fd, 1))
 
     def _close_devices(self) -> None:
+        self.view.retransmits = None
+        for counter in self._counters:
+            counter.close()
         for kept in self._kept.values():
             kept.close()
 
@@ -168,6 +177,8 @@ class Agent:
         self._say("source", logging.ERROR, "" if told.is_valid else "; ".join(told.problems) or "nothing was told yet")
         view.disabled = read_marker(self._settings.node_file)
         self._say("disabled", logging.WARNING, f"held off: {view.disabled.reason}" if view.disabled else "")
+        if told.document is not None:
+            self._count_retransmits(told.document.marks)
         view.other_shapers = tuple(other_shapers())
         self._say("other_shaper", logging.WARNING, ", ".join(view.other_shapers))
         budget = self._settings.budget or told.budget
@@ -182,6 +193,21 @@ class Agent:
             return told.is_valid and not problems
         results = [self._look_at(kept, told, budget) for kept in self._kept.values()]
         return all(results) and told.is_valid and not problems
+
+    def _count_retransmits(self, marks: MarkLayout) -> None:
+        """Count by these marks from now on, in the best way that this node allows."""
+        if self._open_counter is None or self._counted_by == marks:
+            return
+        self._counted_by = marks
+        try:
+            counter = self._open_counter(marks)
+        except KuraShaperError as error:
+            self._say("retransmits", logging.WARNING, str(error))
+            return
+        # The one before stays open until the end: a scrape may be reading it.
+        self._counters.append(counter)
+        self.view.retransmits = counter
+        event(_LOG, "retransmits_counted", way=counter.way, better=[str(refused) for refused in counter.refused])
 
     def _missing(self, told: Told, budget: Rate | None) -> str:
         if told.document is None:

@@ -15,6 +15,7 @@ from kura_shaper import __version__
 from kura_shaper.agent.keeper import DriftKind
 from kura_shaper.errors import KuraShaperError
 from kura_shaper.kernel.disk import read_disks
+from kura_shaper.kernel.retransmits import NO_TENANT
 from kura_shaper.kernel.softnet import read_softnet
 from kura_shaper.tenants.marks import TENANT_CLASS_MIN, ReservedClass
 from kura_shaper.tree.build import owners_of
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 PREFIX = "kura_shaper_"
 _SECOND_NS = 1e9
+_NO_OWNER = {NO_TENANT: "unmarked"}
 _CLASS_LABELS = ("device", "tenant", "class")
 _REASON_CHARS = 120
 # Name, words, and the field of ClassCounters.
@@ -137,7 +139,7 @@ class AgentMetrics:
             return
         by_owner: dict[str, int] = {}
         for class_id, count in counts.items():
-            owner = owners.get(class_id, "") or "other"
+            owner = owners.get(class_id) or _NO_OWNER.get(class_id, "other")
             by_owner[owner] = by_owner.get(owner, 0) + count
         for owner, count in sorted(by_owner.items()):
             found.add_metric([owner], count)

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,12 +22,13 @@ from kura_shaper.agent.health import HealthServer
 from kura_shaper.agent.loop import Agent
 from kura_shaper.agent.marker import Disabled, read_marker, remove_marker, write_marker
 from kura_shaper.agent.settings import AgentSettings, load_settings
-from kura_shaper.agent.source import FileSource
+from kura_shaper.agent.source import FileSource, Source
 from kura_shaper.cli import show
-from kura_shaper.clock import SystemClock
+from kura_shaper.clock import Clock, SystemClock
 from kura_shaper.errors import UsageError
 from kura_shaper.kernel.journal import DEFAULT_STATE_DIRECTORY
 from kura_shaper.kernel.probe import probe
+from kura_shaper.kernel.retransmits import open_retransmit_counter
 
 Text = str | None
 
@@ -106,16 +108,48 @@ def _run(settings: AgentSettings) -> None:
     signals = _Signals()
     _stay_responsive()
     with ExitStack() as stack:
-        if settings.file is None:
-            raise UsageError("the source kubernetes is not there yet", remedy="source: {file: ...}")
-        source = FileSource(settings.file, settings.overlay, clock=clock)
-        files = FileEvents((*source.paths, settings.node_file))
+        source, paths = _source(settings, clock, stack, on_change=lambda: signals.wake("cluster"))
+        files = FileEvents((*paths, settings.node_file))
         stack.callback(files.close)
-        keeper = Agent(settings, source, probe(), clock=clock, files=files)
+        keeper = Agent(settings, source, probe(), clock=clock, files=files, count_retransmits=open_retransmit_counter)
         server = HealthServer(settings.listen, keeper.view, clock)
         stack.callback(server.close)
         signals.are_for(keeper)
         keeper.run()
+
+
+def _source(
+    settings: AgentSettings, clock: Clock, stack: ExitStack, *, on_change: Callable[[], None]
+) -> tuple[Source, tuple[Path, ...]]:
+    """Return where the tenants come from, and the files whose change counts."""
+    if settings.kubernetes is None:
+        if settings.file is None:
+            raise UsageError("there is no source", remedy="source: {file: ...}")
+        found = FileSource(settings.file, settings.overlay, clock=clock)
+        return found, found.paths
+    # A third of a second, and 40 MB, that an agent with a file need not have.
+    from random import Random
+
+    from kura_shaper.agent.cluster import ClusterTold, read_last_good
+    from kura_shaper.tenants.kubernetes.access import Access, HttpApi
+    from kura_shaper.tenants.kubernetes.instances import RegionSettings
+    from kura_shaper.tenants.kubernetes.pace import SystemAsyncClock
+    from kura_shaper.tenants.kubernetes.source import ClusterSource
+    from kura_shaper.tenants.kubernetes.thread import FollowedCluster
+
+    told, async_clock = settings.kubernetes, SystemAsyncClock()
+    api = HttpApi(Access(Path(told.kubeconfig) if told.kubeconfig else None, clock=async_clock))
+    cluster = ClusterSource(
+        api,
+        RegionSettings(told.region),
+        clock=async_clock,
+        random=Random(),  # noqa: S311 - it spreads retries
+        namespace=told.namespace,
+        node=told.node or socket.gethostname(),
+        last_good=read_last_good(settings.state_dir),
+        on_change=on_change,
+    )
+    return ClusterTold(stack.enter_context(FollowedCluster(cluster, api)), settings.state_dir), ()
 
 
 def _stay_responsive() -> None:
@@ -141,6 +175,11 @@ class _Signals:
         self._agent = agent
         if self._came:
             agent.stop()
+
+    def wake(self, reason: str) -> None:
+        """Let the agent look soon, when there is one: it looks first of all by itself."""
+        if self._agent is not None:
+            self._agent.wake(reason)
 
     def _come(self, *_: object) -> None:
         self._came = True
