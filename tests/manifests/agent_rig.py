@@ -47,18 +47,22 @@ def ask(path: str) -> tuple[int, str]:
 
 
 def with_agent(
-    work: Callable[[], T], *, options: Sequence[str] = (), before: Sequence[str] = (), as_whom: Sequence[str] = ()
+    work: Callable[[], T],
+    *,
+    options: Sequence[str] = (),
+    before: Sequence[Callable[[], object]] = (),
+    as_whom: Sequence[str] = (),
 ) -> T:
     """Return work(), done in a namespace whose agent is ready or has nothing more to try.
 
-    `before` are commands that make what the agent finds, `as_whom` is what the agent is started through.
+    `before` makes what the agent finds, `as_whom` is what the agent is started through.
     """
 
     def inside() -> T:
         with ExitStack() as stack:
             subprocess.run(["ip", "-batch", "-"], input=_LINKS, text=True, check=True)
-            for command in before:
-                subprocess.run(command.split(), check=True)
+            for make in before:
+                make()
             directory = stack.enter_context(tempfile.TemporaryDirectory())
             log = stack.enter_context(Path(directory, "log").open("w+"))
             fixed = ("--file", str(EXAMPLE), "--devices", DEVICE, "--budget", "3G", "--listen", ADDRESS)
@@ -98,4 +102,9 @@ def scraped() -> str:
             time.sleep(0.1)
         return text
 
-    return with_agent(scrape, before=("ip link add kura-egress0 type veth peer name kura-egress1",))
+    def add_other_shaper() -> None:
+        subprocess.run(
+            ["ip", "link", "add", "kura-egress0", "type", "veth", "peer", "name", "kura-egress1"], check=True
+        )
+
+    return with_agent(scrape, before=(add_other_shaper,))

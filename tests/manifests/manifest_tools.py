@@ -29,6 +29,8 @@ _BROUGHT = {
 }
 
 Manifest = dict[str, Any]
+# A dashboard within YAML takes Python's own reader a second.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def cache() -> Path:
@@ -68,7 +70,7 @@ def helm_rendered(*options: str) -> str:
 
 
 def manifests(text: str) -> list[Manifest]:
-    return [document for document in yaml.safe_load_all(text) if document]
+    return [document for document in yaml.load_all(text, Loader=_LOADER) if document]
 
 
 def of_kind(objects: list[Manifest], kind: str) -> list[Manifest]:
