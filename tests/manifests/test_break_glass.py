@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -140,17 +141,18 @@ def test_pinned_links_go(network: Network, glass: Callable[..., subprocess.Compl
         pytest.skip("this kernel lacks tcx")
     program = steering_program(MarkLayout(), [443], placement={}, shaped_queues=1, live_queues=4)
     bpf.steer_by_tcx(program, ifindex)
-    assert any(each.is_ours for each in bpf.attached(ifindex).programs)
-    others = bpf.pin_directory() / f"steer_{ifindex}_1"
-    with_other = bpf.load_steering(program)
-    bpf.pin(with_other, others)
+    with network.in_world():
+        elsewhere = socket.if_nametoindex("up0")
+        bpf.steer_by_tcx(program, elsewhere)
     try:
         done = glass("--device", "nic0")
         assert done.returncode == GONE, done.stdout + done.stderr
         assert bpf.attached(ifindex).programs == ()
-        assert others.exists(), "it is of another network namespace"
+        with network.in_world():
+            assert bpf.attached(elsewhere).programs, "it is of another network namespace"
     finally:
-        others.unlink()
+        with network.in_world():
+            bpf.unsteer_tcx(elsewhere)
 
 
 def test_what_is_somebody_elses_stays(network: Network, glass: Callable[..., subprocess.CompletedProcess[str]]) -> None:
