@@ -117,17 +117,6 @@ def test_a_signal_ends_it_with_0_and_changes_nothing(network: Network, files: Fi
         assert all(after.counters[c].sent_bytes >= before.counters[c].sent_bytes for c in before.counters)
 
 
-def test_a_signal_while_it_begins_ends_it_with_0_too(network: Network, files: Files) -> None:
-    statuses = set()
-    for delay_ms in (450, 600, 700, 800):
-        with AgentProcess(files) as running:
-            time.sleep(delay_ms / 1000)  # what is tested is a moment of the start
-            statuses.add(running.stop())
-    # Before the interpreter came to our first line a signal still is what it always is.
-    assert statuses <= {0, -signal.SIGTERM}
-    assert 0 in statuses
-
-
 def meddle(network: Network, found: Snapshot, number: int) -> None:
     """Somebody breaks one part or another; what is gone already is no matter."""
     leaf = found.leaves.get(ACME)

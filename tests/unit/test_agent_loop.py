@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 import time
 from dataclasses import replace
@@ -17,6 +18,7 @@ from kura_shaper.agent.keeper import Looked, Verdict
 from kura_shaper.agent.loop import Agent
 from kura_shaper.agent.settings import AgentSettings, KubernetesSource
 from kura_shaper.agent.source import FileSource, Told
+from kura_shaper.cli.agent import _Signals
 from kura_shaper.clock import FakeClock
 from kura_shaper.errors import StateUnknownError
 from kura_shaper.tree.build import Capabilities
@@ -188,6 +190,22 @@ def test_routes_matter_only_where_they_choose_the_devices(rig: Rig, tmp_path: Pa
     auto.agent._hear(Routes())  # type: ignore[arg-type]
     assert auto.agent.view.wakes["route"] == 1
     auto.close()
+
+
+@pytest.mark.parametrize("comes_before", [True, False])
+def test_a_signal_ends_it_also_when_it_comes_while_it_begins(rig: Rig, comes_before: bool) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        signals = _Signals()
+        if comes_before:
+            signal.raise_signal(signal.SIGTERM)
+        signals.are_for(rig.agent)
+        if not comes_before:
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert rig.agent._is_stopped
 
 
 # Threads that are begun again.
