@@ -7,12 +7,11 @@ that a tenant which is faulty just then is not left out, and no node waits for a
 from __future__ import annotations
 
 import json
-import os
-import tempfile
-from pathlib import Path
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kura_shaper.agent.source import Told
+from kura_shaper.durable import replace_durably
 from kura_shaper.errors import KuraShaperError
 from kura_shaper.tenants.file import parse_tenants
 from kura_shaper.tenants.kubernetes.source import LastGood
@@ -20,6 +19,8 @@ from kura_shaper.tenants.text import document_text
 from kura_shaper.units import Rate
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kura_shaper.tenants.document import TenantsDocument
     from kura_shaper.tenants.kubernetes.thread import FollowedCluster
 
@@ -61,20 +62,9 @@ def write_last_good(path: Path, last: LastGood) -> None:
         return
     budget = last.budget.bits_per_second if last.budget else None
     content = json.dumps({"budget_bits_per_second": budget, "document": document_text(last.document)})
-    try:
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".last-good-", delete=False) as file:
-            temporary = Path(file.name)
-            try:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-                temporary.replace(path)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
-    except OSError:
-        return
+        replace_durably(path, content)
 
 
 def read_last_good(state_dir: Path) -> LastGood:

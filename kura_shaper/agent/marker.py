@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
+from kura_shaper.durable import replace_durably, sync_directory
 from kura_shaper.errors import RefusedError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _BYTES_MAX = 64 * 1024
 _CHARACTERS_MAX = 500
@@ -54,18 +57,7 @@ def write_marker(path: Path, disabled: Disabled) -> None:
     """Put the marker there, durably. Raises RefusedError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".disabled-", delete=False) as file:
-            temporary = Path(file.name)
-            try:
-                file.write(json.dumps(asdict(disabled)) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-                temporary.chmod(0o644)
-                temporary.replace(path)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
-        _sync(path.parent)
+        replace_durably(path, json.dumps(asdict(disabled)) + "\n")
     except OSError as error:
         message = f"the marker {path} can't be written: {error.strerror}"
         raise RefusedError(message, remedy="run as root, or name another with --node-file") from error
@@ -75,17 +67,9 @@ def remove_marker(path: Path) -> bool:
     """Take the marker away; return whether there was one. Raises RefusedError."""
     try:
         path.unlink()
-        _sync(path.parent)
+        sync_directory(path.parent)
     except FileNotFoundError:
         return False
     except OSError as error:
         raise RefusedError(f"the marker {path} can't be removed: {error.strerror}", remedy="run as root") from error
     return True
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,12 +12,12 @@ import fcntl
 import json
 import os
 import stat
-import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kura_shaper.durable import replace_durably
 from kura_shaper.errors import RefusedError, StateUnknownError, UsageError
 from kura_shaper.tree.model import Handle, OtherQdisc
 
@@ -91,17 +91,7 @@ class Journal:
         state = {"qdiscs": [_to_json(q) for q in former.qdiscs], "xps": {str(q): m for q, m in former.xps.items()}}
         content = json.dumps({"version": _VERSION, **self._identity, **state}, indent=1)
         try:
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, prefix=".journal-", delete=False) as file:
-                temporary = Path(file.name)
-                try:
-                    file.write(content + "\n")
-                    file.flush()
-                    os.fsync(file.fileno())
-                    temporary.replace(self.path)
-                except BaseException:
-                    temporary.unlink(missing_ok=True)
-                    raise
-            _sync_directory(self.path.parent)
+            replace_durably(self.path, content + "\n", prepare=lambda descriptor: os.fchmod(descriptor, 0o600))
         except OSError as error:
             raise RefusedError(
                 f"the journal {self.path} can't be written: {error.strerror}", remedy="nothing was changed"
@@ -170,11 +160,3 @@ def _read_file(path: Path) -> str:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "it is no regular file")
         return file.read()
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

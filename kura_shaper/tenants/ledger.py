@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from kura_shaper.durable import replace_durably
 from kura_shaper.errors import DocumentError, RefusedError
 from kura_shaper.tenants.rules import API_VERSION
 
@@ -120,19 +120,9 @@ def replace_file(path: Path, text: str) -> None:
     What a link leads to is replaced, not the link. Raises RefusedError.
     """
     target = Path(os.path.realpath(path))
-    temporary = ""
     try:
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        with open(descriptor, "wb") as stream:  # noqa: PTH123, there is no path yet
-            stream.write(text.encode("utf-8"))
-            stream.flush()
-            _keep_owner(target, descriptor)
-            os.fsync(descriptor)
-        Path(temporary).replace(target)
-        _sync_directory(target.parent)
+        replace_durably(target, text, prepare=lambda descriptor: _keep_owner(target, descriptor))
     except OSError as error:
-        with suppress(OSError):
-            Path(temporary).unlink()
         message = f"{path} can't be written: {error.strerror}"
         raise RefusedError(message, remedy="check the directory: it was left as it was") from error
 
@@ -145,11 +135,3 @@ def _keep_owner(target: Path, descriptor: int) -> None:
         os.fchmod(descriptor, status.st_mode & 0o7777)
         return
     os.fchmod(descriptor, 0o644)
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
