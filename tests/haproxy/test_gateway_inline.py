@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ssl
-import time
-from contextlib import ExitStack, closing
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import gateway_rig as rig_module
 import pytest
+from gateway_ceiling import share_of_slow_ceiling
 from gateway_ends import H2Client
-from gateway_rig import ACME, BETA, DOCUMENT, GUARDED, HTTPS_PORT, PEER_PORT, SLOW_CEILING, GatewayRig
+from gateway_rig import ACME, BETA, DOCUMENT, GUARDED, HTTPS_PORT, PEER_PORT, GatewayRig
 
 from kura_shaper.haproxy.options import Design
 from kura_shaper.tenants.marks import ReservedClass
@@ -83,26 +83,4 @@ def test_clients_outside_the_ranges_are_refused_on_every_plane(gateway: GatewayR
 
 @pytest.mark.traffic
 def test_one_ceiling_bounds_all_planes_together(gateway: GatewayRig) -> None:
-    with ExitStack() as stack:
-        everyone = [stack.enter_context(gateway.connect_tls(ACME.hosts[n % 2])) for n in range(3)]
-        for connection in everyone:
-            connection.sendall(b"GET /endless HTTP/1.1\r\nHost: acme.kura.test\r\n\r\n")
-        if gateway.options.limits_connections:
-            everyone.append(stack.enter_context(gateway.connect_tls(ACME.peer_hosts[0], PEER_PORT)))
-            everyone[-1].sendall(b"endless")
-        for connection in everyone:
-            connection.settimeout(0.001)
-        _drain(everyone, seconds=1.0)
-        bits_per_second = 8 * _drain(everyone, seconds=2.0) / 2
-    assert 0.5 <= bits_per_second / SLOW_CEILING.bits_per_second <= 1.1
-
-
-def _drain(connections: list[ssl.SSLSocket], *, seconds: float) -> int:
-    received, end = 0, time.monotonic() + seconds
-    while time.monotonic() < end:
-        for connection in connections:
-            try:
-                received += len(connection.recv(262_144))
-            except (TimeoutError, ssl.SSLWantReadError):
-                continue
-    return received
+    assert 0.5 <= share_of_slow_ceiling(gateway) <= 1.1
