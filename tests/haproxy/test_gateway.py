@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import gateway_rig as rig_module
 import pytest
+from gateway_ceiling import share_of_slow_ceiling
 from gateway_ends import H2Client, receive_all, say_hello_in_pieces
 from gateway_rig import ACME, BETA, DOCUMENT, GUARDED, HTTPS_PORT, PEER_PORT, VERSIONS, GatewayRig
 
