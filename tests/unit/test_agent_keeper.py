@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from dataclasses import replace
+from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
@@ -607,3 +608,34 @@ def test_foreign_owners_are_named_by_words_from_a_fixed_list() -> None:
     assert foreign_owners(Snapshot(ETH0, OtherQdisc("pfifo_fast", Handle(0), ROOT), hook=CLSACT)) == ()
     assert foreign_owners(Snapshot(ETH0, mq, queues=fqs)) == ("cilium-bandwidth-manager",)
     assert foreign_owners(Snapshot(ETH0, mq)) == ("root",)
+
+
+# Everything at once.
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_comes_together_each_thing_counts_once_and_as_what_it_is(tmp_path: Path, seed: int) -> None:
+    chosen, fleets = Random(seed), [FLEET, case(ACME), case(ACME, BETA, GAMMA), case(GAMMA, budget="1G")]
+    rig, present = Rig(tmp_path), FLEET
+    rig.look()
+    drifts = changes = 0
+    for _ in range(12):
+        found = rig.kernel.snapshot()
+        wanted = chosen.choice(fleets) if chosen.random() < 0.3 else present
+        budget = found.classes[BUDGET_CLASS]
+        ways: list[list[Operation]] = [
+            [],
+            [DeleteRoot(Handle(0x20))],
+            [DeleteFilter(found.filters[0])],
+            [DeleteClass(ACME_CLASS)] if ACME_CLASS in found.classes else [],
+            [ChangeClass(replace(budget, ceil=Rate(8 * 10**8)))],
+        ]
+        meddling = chosen.choice(ways)
+        rig.hand(*meddling)
+        rig.keeper._rebuilds_ns.clear()
+        rig.look(wanted)
+        drifts, changes = drifts + bool(meddling), changes + (wanted is not present)
+        assert rig.look(wanted).verdict is Verdict.IN_STEP
+        tally = rig.keeper.tally
+        assert (tally.installs, tally.changes, sum(tally.drift.values()), tally.repairs) == (1, changes, drifts, drifts)
+        present = wanted
