@@ -135,6 +135,21 @@ def test_a_marker_that_cant_be_written_stops_it(
     assert not is_ours(network.read().root)
 
 
+def test_what_somebody_had_chosen_can_be_brought_back_afterwards(
+    network: Network, glass: Callable[..., subprocess.CompletedProcess[str]], cli: Cli
+) -> None:
+    tc("qdisc replace dev nic0 root handle 5: pfifo limit 77")
+    chosen = network.read().root
+    done = cli(
+        "apply", "--tenants", str(EXAMPLE), "--device", "nic0", "--budget", "3G", "--shape", "single", "--take-over"
+    )
+    assert done.status == 0, done.stderr
+    assert glass().returncode == GONE
+    assert network.read().root != chosen
+    assert cli("uninstall", "--device", "nic0").status == 0
+    assert network.read().root == chosen
+
+
 def test_pinned_links_go(network: Network, glass: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     ifindex = network.device.ifindex
     if not bpf.attached(ifindex).supported:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -238,56 +237,3 @@ def test_the_schemas_of_kubernetes_take_it(overlay: str) -> None:
     )
     for version in ("1.25", "1.37"):
         run(tool("python"), "-c", script, version, *CUSTOM, stdin=kustomized(f"overlays/{overlay}"))
-
-
-@pytest.fixture(scope="module")
-def cluster_kubeconfig(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return the path of a kubeconfig of a real API server that has the others' definitions."""
-    sys.path.append(str(Path(__file__).parents[1] / "kube"))
-    rig = pytest.importorskip("kube_rig")
-    programs = rig.programs()
-    if programs is None:
-        pytest.skip("no Kubernetes API server; scripts/kubernetes/install-apiserver brings it")
-    directory = tmp_path_factory.mktemp("cluster")
-    cluster = rig.Cluster(directory, programs)
-    try:
-        cluster.start()
-        server = {"server": f"https://127.0.0.1:{cluster.port}", "certificate-authority": str(cluster.certificate)}
-        config = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "current-context": "test",
-            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "admin"}}],
-            "clusters": [{"name": "test", "cluster": server}],
-            "users": [{"name": "admin", "user": {"token": cluster.admin}}],
-        }
-        path = directory / "kubeconfig"
-        path.write_text(yaml.safe_dump(config))
-        definitions = Path(__file__).with_name("definitions.yaml")
-        run(tool("kubectl"), "--kubeconfig", path, "apply", "--filename", definitions)
-        established = ("wait", "--for=condition=Established", "--timeout=30s", "--filename", definitions)
-        run(tool("kubectl"), "--kubeconfig", path, *established)
-        run(tool("kubectl"), "--kubeconfig", path, "create", "namespace", "kura-shaper")
-        yield path
-    finally:
-        cluster.stop()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_a_real_api_server_takes_it(cluster_kubeconfig: Path, overlay: str) -> None:
-    words = ("apply", "--dry-run=server", "--validate=true", "--filename", "-")
-    run(tool("kubectl"), "--kubeconfig", cluster_kubeconfig, *words, stdin=kustomized(f"overlays/{overlay}"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [("app.kubernetes.io/component: agent\n        app", "other: label\n        app"), ("256Mi", "256Mibi")],
-)
-def test_a_real_api_server_refuses_what_is_wrong(cluster_kubeconfig: Path, old: str, new: str) -> None:
-    wrong = kustomized("overlays/canary").replace(old, new)
-    assert wrong != kustomized("overlays/canary")
-    words = ("apply", "--dry-run=server", "--filename", "-")
-    done = run(tool("kubectl"), "--kubeconfig", cluster_kubeconfig, *words, stdin=wrong, check=False)
-    assert done.returncode != 0
