@@ -249,6 +249,8 @@ class DeviceKeeper:
         undone = [o for o in applied.outcomes if o.status is not Status.DONE]
         failed = [f"{o.operation.describe()}: {o.detail}" for o in undone if o.status is not Status.BUSY]
         busy = tuple(f"{o.operation.describe()}: {o.detail}" for o in undone if o.status is Status.BUSY)
+        if self._left is not None and self._left.is_like(asked):
+            drifted = frozenset(applied.plan.operations) - self._undone
         verdict = self._count(seen, asked, drifted, is_done=bool(done))
         drift = tuple(sorted(drift_of(drifted).items()))
         self._left, self._undone = asked, frozenset(o.operation for o in undone)
@@ -266,11 +268,13 @@ class DeviceKeeper:
         )
 
     def _drifted(self, seen: _Seen, asked: _Asked) -> frozenset[Operation]:
-        """Return what would bring back what was left, whatever is asked for now: nobody asked for that to change."""
-        if self._left is None:
+        """Return what would bring back what was left, where something else is asked for now.
+
+        Else that is what `apply_document` does once it has the lock: until then whoever balances the budget
+        may have moved a part of it between the reading of one queue and of another.
+        """
+        if self._left is None or self._left.is_like(asked):
             return frozenset()
-        if self._left.is_like(asked):
-            return frozenset(seen.planned.operations) - self._undone
         try:
             return frozenset(self._seen(self._left, seen.actual).planned.operations) - self._undone
         except KuraShaperError:

@@ -11,6 +11,7 @@ import logging
 import os
 import selectors
 import socket
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from queue import Empty, SimpleQueue
@@ -67,6 +68,8 @@ class Agent:
         self._files = files
         self._kept: dict[str, KeptDevice] = {}
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Not with `run`: whoever wakes the agent does not know that it has just ended.
+        self._wake_end = weakref.finalize(self, os.close, self._wake_fd)
         # A queue that a signal handler may put to while its own thread takes from it.
         self._wakes: SimpleQueue[str] = SimpleQueue()
         self._is_stopped = False
@@ -91,7 +94,6 @@ class Agent:
     def run(self) -> None:
         """Keep everything in step until stopped. Once."""
         with ExitStack() as stack:
-            stack.callback(os.close, self._wake_fd)
             stack.callback(self._close_devices)
             kernel = KernelEvents()
             stack.callback(kernel.close)

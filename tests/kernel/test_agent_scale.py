@@ -126,7 +126,7 @@ class Looker:
 
     def close(self) -> None:
         self.agent._close_devices()
-        os.close(self.agent._wake_fd)
+        self.agent._wake_end()
         self.events.close()
 
 

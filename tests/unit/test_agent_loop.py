@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import threading
 import time
@@ -51,7 +50,7 @@ class Rig:
         self.agent = Agent(chosen, self.source, Capabilities(), clock=self.clock)
 
     def close(self) -> None:
-        os.close(self.agent._wake_fd)
+        self.agent._wake_end()
 
 
 @pytest.fixture
@@ -168,6 +167,19 @@ def test_no_wake_is_lost_while_others_are_taken(rig: Rig) -> None:
         rig.agent._hear(Quiet())  # type: ignore[arg-type]
     rig.agent._hear(Quiet())  # type: ignore[arg-type]
     assert {*reasons} <= rig.agent.view.wakes.keys()
+
+
+def test_a_wake_of_an_agent_that_has_ended_is_no_error(rig: Rig) -> None:
+    """Whoever wakes it is another thread; and its descriptor may be somebody else's by then."""
+    for _ in range(20):
+        running = threading.Thread(target=rig.agent.run)
+        running.start()
+        rig.agent._is_stopped = True
+        rig.agent.wake("stop")
+        running.join(5)
+        assert not running.is_alive()
+        rig.agent.wake("late")
+        rig.agent._is_stopped = False
 
 
 def test_a_wake_brings_the_next_look_near(rig: Rig) -> None:
