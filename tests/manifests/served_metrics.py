@@ -22,11 +22,6 @@ _KEYWORDS = {
     *("by", "without", "on", "ignoring", "group_left", "group_right", "bool", "offset", "and", "or", "unless"),
     *("inf", "nan", "start", "end"),
 }
-# What the collector has and the agent does not feed yet.
-_NOT_YET = {
-    "kura_shaper_tenant_tcp_retransmits_total": {"tenant"},
-    "kura_shaper_retransmit_way_info": {"way"},
-}
 # The answer of a master of HAProxy 3.0 to `show proc`: a worker, and one of before a reload.
 _SHOW_PROC = """#<PID>          <type>          <reloads>       <uptime>        <version>
 10              master          1               0d00h01m00s     3.0.11
@@ -53,7 +48,7 @@ def served() -> dict[str, set[str]]:
     registry = CollectorRegistry(auto_describe=False)
     state = WatchState(source_valid=True, in_step=True, source_read_ns=1, last_good_ns=1, generation="1")
     registry.register(WatchMetrics(state, cast("Any", _Master()), SystemClock()))
-    return _NOT_YET | series_of(generate_latest(registry).decode()) | series_of(scraped())
+    return series_of(generate_latest(registry).decode()) | series_of(scraped())
 
 
 def series_of(text: str) -> dict[str, set[str]]:

@@ -24,10 +24,13 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.privileged, pytest.mark.slow, pytest.mark.case("F-75")]
 
 _PATIENCE_S = 20
-# As a container with the host's network has it: sysfs is of that network and can't be written to, a bpffs is there.
+# As a container with the host's network has it: only /tmp can be written to (the state is there in this test), sysfs is
+# of that network, a bpffs is there.
 MOUNTS = """
 set -e
 mount --make-rprivate /
+mount --bind /tmp /tmp
+mount -o remount,bind,ro /
 mount -t sysfs none /sys
 mount -o remount,bind,ro /sys
 mount -t bpf -o mode=700 none /sys/fs/bpf
@@ -78,6 +81,16 @@ def test_shape_single_works(capabilities: list[str] | str) -> None:
     found, is_there = with_agent(lambda: (looked_at(), present()), options=("--shape", "single"), as_whom=confined)
     assert found["shape"] == "single"
     assert is_there
+
+
+def test_retransmits_are_counted_in_the_kernel_with_what_is_granted() -> None:
+    def way() -> str:
+        return str(json.loads(ask("/statusz")[1])["retransmits"])
+
+    if with_agent(way) != "tracepoint":
+        pytest.skip("this kernel lacks BTF, or the tracepoint")
+    assert with_agent(way, as_whom=confined_to(granted())) == "tracepoint"
+    assert with_agent(way, as_whom=confined_to(["NET_ADMIN"])) != "tracepoint"
 
 
 def test_a_steered_tree_works_with_what_mq_grants() -> None:
