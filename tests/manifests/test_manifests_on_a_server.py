@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,18 @@ def kubeconfig(tmp_path_factory: pytest.TempPathFactory) -> Any:
         established = ("wait", "--for=condition=Established", "--timeout=30s", "--filename", definitions)
         run(tool("kubectl"), "--kubeconfig", path, *established)
         run(tool("kubectl"), "--kubeconfig", path, "create", "namespace", "kura-shaper")
+        _until_explained(path, "podmonitors.spec", "ciliumnodeconfigs.spec", "kurainstances.spec")
         yield path
     finally:
         cluster.stop()
+
+
+def _until_explained(kubeconfig: Path, *fields: str) -> None:
+    """A kind is there before its schema is, by which kubectl finds a field that nobody knows."""
+    end = time.monotonic() + 30
+    while not all(kubectl(kubeconfig, "explain", each, check=False) for each in fields):
+        assert time.monotonic() < end, "the schemas are not published"
+        time.sleep(0.2)
 
 
 def kubectl(kubeconfig: Path, *words: str, stdin: str | None = None, check: bool = True) -> str:

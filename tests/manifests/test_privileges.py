@@ -9,6 +9,7 @@ import shutil
 import socket
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -76,21 +77,17 @@ def present() -> bool:
 
 
 @pytest.mark.parametrize("capabilities", [["NET_ADMIN"], "granted"], ids=["NET_ADMIN alone", "granted"])
-def test_shape_single_works(capabilities: list[str] | str) -> None:
+def test_shape_single_works_and_retransmits_are_counted_in_the_best_way(capabilities: list[str] | str) -> None:
+    def told() -> tuple[Any, bool, str]:
+        return looked_at(), present(), json.loads(ask("/statusz")[1])["retransmits"]
+
     confined = confined_to(granted() if capabilities == "granted" else capabilities)
-    found, is_there = with_agent(lambda: (looked_at(), present()), options=("--shape", "single"), as_whom=confined)
+    found, is_there, way = with_agent(told, options=("--shape", "single"), as_whom=confined)
     assert found["shape"] == "single"
     assert is_there
-
-
-def test_retransmits_are_counted_in_the_kernel_with_what_is_granted() -> None:
-    def way() -> str:
-        return str(json.loads(ask("/statusz")[1])["retransmits"])
-
-    if with_agent(way) != "tracepoint":
-        pytest.skip("this kernel lacks BTF, or the tracepoint")
-    assert with_agent(way, as_whom=confined_to(granted())) == "tracepoint"
-    assert with_agent(way, as_whom=confined_to(["NET_ADMIN"])) != "tracepoint"
+    # With BTF the kernel tells where a socket keeps its mark; the program that counts needs the other two.
+    in_kernel = capabilities == "granted" and Path("/sys/kernel/btf/vmlinux").exists()
+    assert (way == "tracepoint") is in_kernel
 
 
 def test_a_steered_tree_works_with_what_mq_grants() -> None:
