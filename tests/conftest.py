@@ -239,6 +239,17 @@ def drop_capabilities() -> Callable[[], None]:
     return drop
 
 
+def drop_sys_admin() -> None:
+    """Take CAP_SYS_ADMIN from the process that calls it, and leave it the others (capset(2))."""
+    libc, header, sets = ctypes.CDLL(None, use_errno=True), struct.pack("=Ii", 0x20080522, 0), bytearray(24)
+    buffer = (ctypes.c_char * 24).from_buffer(sets)
+    if libc.capget(header, buffer) != 0:
+        raise OSError(ctypes.get_errno(), "capget")
+    words = [word & ~(1 << 21) if at < 3 else word for at, word in enumerate(struct.unpack("=6I", sets))]
+    if libc.capset(header, struct.pack("=6I", *words)) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
+
+
 class Cli:
     """The command `kura-shaper` in a process of its own, in the test's network namespace."""
 

@@ -19,6 +19,7 @@ from kura_shaper.kernel.descriptor import closing
 from kura_shaper.kernel.dump import read_snapshot
 from kura_shaper.kernel.errors import InvalidError, KernelRefusedError
 from kura_shaper.kernel.sysfs import DeviceSysfs
+from kura_shaper.tree.ebpf import TcxProgram, TcxState
 from kura_shaper.tree.model import DirectBpf, MqQdisc
 from kura_shaper.tree.operations import RemoveTcx, SetFilter, SetTcx, SetXps
 from kura_shaper.tree.preflight import is_ours
@@ -30,9 +31,12 @@ if TYPE_CHECKING:
 
     from kura_shaper.clock import Clock
     from kura_shaper.kernel.client import TcClient
-    from kura_shaper.tree.ebpf import TcxState
     from kura_shaper.tree.model import Device
     from kura_shaper.tree.operations import Operation
+
+
+# What can't be read (opening another's program takes CAP_SYS_ADMIN) is not ours.
+_SOMEBODYS = TcxState(supported=True, programs=(TcxProgram(0, "that can't be read", is_ours=False),))
 
 
 class TrafficControl(Protocol):
@@ -65,7 +69,10 @@ class KernelTrafficControl:
         tcx = self._tcx()
         if not isinstance(tcx, Unknown):
             return replace(found, tcx=tcx)
-        is_needed = isinstance(found.root, MqQdisc) and is_ours(found.root) and steering_in_force(found) is None
+        if not is_ours(found.root):
+            # Somebody's program may end the chain before ours: a tree that needs the hook must not be begun.
+            return replace(found, tcx=_SOMEBODYS)
+        is_needed = isinstance(found.root, MqQdisc) and steering_in_force(found) is None
         return tcx if is_needed else found  # needed where they are what steers, or nothing does
 
     def _queues(self) -> tuple[int, Mapping[int, int] | None, frozenset[int]]:

@@ -7,10 +7,12 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from conftest import drop_sys_admin, run_in_child
 from kernel_devices import delete_link, make_wire_again, rename_link, set_link, set_live_tx_queues
 from kernel_flood import flooding, mean_bits_per_second, windows
 from kernel_traffic import FAMILIES, counted, read_when_sent, send_datagrams, warm_up
@@ -18,9 +20,12 @@ from kernel_trees import ACME, DOCUMENT, GBIT, ZETA, document, tenant, wanted
 
 from kura_shaper.clock import SystemClock
 from kura_shaper.kernel import bpf
+from kura_shaper.kernel.apply import apply_document
 from kura_shaper.kernel.executor import Status, execute
+from kura_shaper.kernel.journal import Journal
 from kura_shaper.kernel.prove import Proof, prove_steering
 from kura_shaper.kernel.sysfs import DeviceSysfs
+from kura_shaper.tenants.file import parse_tenants
 from kura_shaper.tree.build import Capabilities, ShapeChoice, TreeSettings, build
 from kura_shaper.tree.diff import plan
 from kura_shaper.tree.ebpf import EbpfProgram
@@ -211,6 +216,34 @@ def foreign_tcx(network: Network, capabilities: Capabilities) -> Callable[[], in
         return bpf.attach_first(bpf.load_steering(Theirs(FOREIGN.instructions)), network.device.ifindex)
 
     return attach
+
+
+def test_a_program_that_may_not_be_looked_at_counts_as_somebodys(
+    network: Network, tmp_path: Path, capabilities: Capabilities, foreign_tcx: Callable[[], int]
+) -> None:
+    """Opening it takes CAP_SYS_ADMIN. A tree that needs the hook must not be begun, and left half made."""
+    foreign_tcx()
+    settings = TreeSettings(Rate.parse("10G"))
+    journal = Journal(tmp_path, network.device)
+
+    def work() -> None:
+        drop_sys_admin()
+        skbedit_or_bpf = replace(capabilities, steering=capabilities.steering - {SteeringKind.TCX})
+        control = network.control()
+        applied = apply_document(
+            parse_tenants(DOCUMENT, file="t"),
+            control,
+            journal,
+            settings=settings,
+            capabilities=skbedit_or_bpf,
+            clock=SystemClock(),
+        )
+        assert applied.exit_code == 0, applied
+        assert [note.message for note in applied.plan.notes if "that can't be read" in note.message]
+
+    ended = run_in_child(work)
+    assert ended.status == 0, ended.stderr
+    assert isinstance(network.read().root, HtbQdisc)
 
 
 @pytest.mark.case("F16")
