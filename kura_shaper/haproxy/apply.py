@@ -22,7 +22,7 @@ from kura_shaper.errors import KuraShaperError, RefusedError, StateUnknownError,
 from kura_shaper.haproxy.certificates import fingerprint
 from kura_shaper.haproxy.check import CheckReport, Severity, certificate_files, check_with_haproxy, parse_messages
 from kura_shaper.haproxy.decide import Decision, Kind, LocalCertificate, config_id, decide, dns_backends
-from kura_shaper.haproxy.generation import EMPTY, GatewayConfig, diff_text
+from kura_shaper.haproxy.generation import CONFIG_FILE, EMPTY, GatewayConfig, diff_text
 from kura_shaper.haproxy.maps import PEER_MAP, SNI_MAP
 from kura_shaper.haproxy.master import NotRunningError, ReloadFailedError, read_workers, reload
 from kura_shaper.haproxy.options import version_text
@@ -235,8 +235,14 @@ def _lock(descriptor: int, clock: Clock, patience_s: int) -> None:
 
 
 def refuse_emptying(wanted: GatewayConfig, previous: GatewayConfig, running: Running | None) -> None:
-    """Raise EmptyingError when clients had names on a plane and would have none, as after a source that failed."""
+    """Raise EmptyingError when clients had names on a plane and would have none, as after a source that failed.
+
+    A plane whose ports go takes its names along: that is said in so many words.
+    """
+    config = wanted.text(CONFIG_FILE)
     for name in (SNI_MAP, PEER_MAP):
+        if f"/{name})" not in config:
+            continue  # no door asks it
         sources = (previous.files, running.maps if running else {})
         had = max(source.get(name, b"").count(b"\n") for source in sources)
         if had and not wanted.files[name]:

@@ -22,6 +22,7 @@ from kura_shaper.haproxy.apply import (
     alone,
     carry_out,
     prepare,
+    refuse_emptying,
 )
 from kura_shaper.haproxy.certificates import throwaway_pem
 from kura_shaper.haproxy.decide import Kind
@@ -311,6 +312,17 @@ def test_a_map_is_not_emptied_by_accident(lab: Lab) -> None:
     assert lab.apply(document()).outcome is Outcome.APPLIED
     lab.site = replace(lab.site, emptying=Emptying.REFUSED)
     assert lab.apply(document()).outcome is Outcome.UNCHANGED
+
+
+def test_a_plane_whose_ports_go_takes_its_names_along() -> None:
+    options = GatewayOptions((3, 2, 26))
+    peer = Backends(ACME.backends.http, None, Endpoint("10.0.0.5", 7443))
+    before = document(replace(ACME, peer_hosts=("peer.acme.test",), backends=peer))
+    nobody = document(replace(ACME, peer_hosts=(), backends=peer))
+    with pytest.raises(EmptyingError, match=r"peer\.map"):
+        refuse_emptying(render(nobody, options), render(before, options), None)
+    closed = replace(nobody, gateway=Gateway(peer_ports=()))
+    refuse_emptying(render(closed, options), render(before, options), None)
 
 
 def test_names_that_only_the_gateway_has_are_not_emptied_either(tmp_path: Path) -> None:
