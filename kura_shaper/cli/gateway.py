@@ -16,7 +16,7 @@ import typer
 from kura_shaper.cli import gateway_options as given
 from kura_shaper.cli import options, show
 from kura_shaper.clock import Clock, SystemClock
-from kura_shaper.errors import UsageError
+from kura_shaper.errors import KuraShaperError, UsageError
 from kura_shaper.haproxy.apply import (
     Applied,
     CheckFailedError,
@@ -31,7 +31,7 @@ from kura_shaper.haproxy.apply import (
     refuse_emptying,
 )
 from kura_shaper.haproxy.binary import HaproxyBinary, HaproxyMissingError, find_haproxy
-from kura_shaper.haproxy.check import CheckReport, check_with_haproxy, uncovered_hosts
+from kura_shaper.haproxy.check import CheckReport, check_with_haproxy, report_without_haproxy
 from kura_shaper.haproxy.decide import Decision
 from kura_shaper.haproxy.generation import GatewayConfig, diff_text
 from kura_shaper.haproxy.master import MasterSocket, NotRunningError
@@ -41,6 +41,7 @@ from kura_shaper.haproxy.render import render
 from kura_shaper.haproxy.running import read_version
 from kura_shaper.haproxy.watch import Watch
 from kura_shaper.haproxy.write import read_generation, write_generation
+from kura_shaper.tenants.check import address_endpoint
 from kura_shaper.tenants.document import TenantsDocument
 from kura_shaper.tenants.file import load_tenants
 
@@ -112,7 +113,7 @@ def render_haproxy(
         bandwidth_limit=bwlim,
         wire_overhead_percent=wire_overhead_percent,
         addresses=given.parse_addresses(bind),
-        resolvers=tuple(given.parse_endpoint("--resolver", text) for text in resolver or ()),
+        resolvers=tuple(given.parse_endpoint("--resolver", text, address_endpoint) for text in resolver or ()),
         dns_servers=dns_servers,
         metrics_bind=given.parse_endpoint("--metrics", metrics),
         nbthread=nbthread,
@@ -126,7 +127,7 @@ def render_haproxy(
     emptying = Emptying.ALLOWED if allow_empty else Emptying.REFUSED
     if not (apply or watch):
         binary = None if haproxy_version and not check else find_haproxy()
-        version = given.parse_version(haproxy_version) if haproxy_version or binary is None else binary.version
+        version = given.parse_version(haproxy_version) if haproxy_version else _running_or(binary, place)
         _render(load(), as_options(version), out, binary if check else None, emptying, diff=diff, as_json=as_json)
         return
     site = partial(
@@ -166,8 +167,7 @@ def _render(
     """Write a generation, or show what it would change."""
     new, old = render(document, gateway), read_generation(out)
     if binary is None:
-        version = gateway.haproxy_version
-        report = CheckReport(version, cautions=uncovered_hosts(document, gateway))
+        report = report_without_haproxy(document, gateway)
     else:
         report = check_with_haproxy(document, gateway, binary=binary)
     if emptying is Emptying.REFUSED:
@@ -214,25 +214,33 @@ def _site(
     return Site(as_options(version), place.out, master, binary, policy, emptying)
 
 
+def _running_or(binary: HaproxyBinary | None, place: given.Place) -> tuple[int, int, int]:
+    """Return the version that runs here, which is the one that will read the files; else that of the program."""
+    with suppress(KuraShaperError):
+        return read_version(MasterSocket(place.master))
+    return (binary or find_haproxy()).version
+
+
 def _apply(load: Callable[[], TenantsDocument], site: Callable[[], Site], *, diff: bool, as_json: bool) -> None:
     """Bring a running gateway in step, or show what that would take."""
+    # First of all, so that a bad document says so before anything else is asked.
     document, found, clock = load(), site(), SystemClock()
     if diff:
         _show_prepared(document, prepare(document, found), as_json=as_json)
     try:
-        prepared, applied = _once(document, found, clock)
+        document, prepared, applied = _once(load, found, clock)
         if applied.outcome is Outcome.DEFERRED and applied.wait_s <= found.policy.interval_s:
             typer.echo(f"waiting {applied.wait_s} s: {'; '.join(applied.notes)}", err=True)
             clock.wait_ns(applied.wait_s * 1_000_000_000)
-            prepared, applied = _once(document, found, clock)
+            document, prepared, applied = _once(load, found, clock)
     except CheckFailedError as error:
         if as_json:
             raise
         _print_report(error.report)
         raise typer.Exit(3) from error
-    report = prepared.report or CheckReport(found.options.haproxy_version)
+    report = prepared.report
     if as_json:
-        show.print_json(_prepared_json(document, prepared, report) | _applied_json(applied))
+        show.print_json(_prepared_json(document, prepared) | _applied_json(applied))
     else:
         _print_report(report)
         _print_decision(prepared)
@@ -243,16 +251,18 @@ def _apply(load: Callable[[], TenantsDocument], site: Callable[[], Site], *, dif
     raise typer.Exit(0 if is_well else 1)
 
 
-def _once(document: TenantsDocument, site: Site, clock: Clock) -> tuple[Prepared, Applied]:
+def _once(load: Callable[[], TenantsDocument], site: Site, clock: Clock) -> tuple[TenantsDocument, Prepared, Applied]:
+    """Apply the document as it is when it is our turn: it may be another one than when we began to wait."""
     with alone(site.directory, clock):
+        document = load()
         prepared = prepare(document, site)
-        return prepared, carry_out(prepared, site)
+        return document, prepared, carry_out(prepared, site)
 
 
 def _show_prepared(document: TenantsDocument, prepared: Prepared, *, as_json: bool) -> NoReturn:
-    report = prepared.report or CheckReport((0, 0, 0))
+    report = prepared.report
     if as_json:
-        show.print_json(_prepared_json(document, prepared, report) | _decision_json(prepared.decision))
+        show.print_json(_prepared_json(document, prepared) | _decision_json(prepared.decision))
     else:
         _print_report(report)
         show.say(prepared.difference, newline=False)
@@ -306,9 +316,8 @@ def _as_json(
     }
 
 
-def _prepared_json(document: TenantsDocument, prepared: Prepared, report: CheckReport) -> dict[str, Any]:
-    checked = prepared.report is not None
-    return _as_json(document, prepared.wanted, report, changed=prepared.changes, checked=checked)
+def _prepared_json(document: TenantsDocument, prepared: Prepared) -> dict[str, Any]:
+    return _as_json(document, prepared.wanted, prepared.report, changed=prepared.changes, checked=prepared.is_checked)
 
 
 def _decision_json(decision: Decision) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path, PurePosixPath
@@ -12,7 +13,7 @@ import typer
 
 from kura_shaper.errors import UsageError
 from kura_shaper.haproxy.options import BandwidthLimit, CertificateKind, Design, GatewayOptions
-from kura_shaper.tenants.check import address_endpoint
+from kura_shaper.tenants.check import listen_endpoint
 from kura_shaper.tenants.document import Endpoint
 
 _VERSION = re.compile(r"([0-9]{1,3})\.([0-9]{1,3})(?:\.([0-9]{1,3}))?", re.ASCII)
@@ -240,10 +241,10 @@ def parse_version(text: str) -> tuple[int, int, int]:
     return int(match[1]), int(match[2]), int(match[3] or _ANY_PATCH)
 
 
-def parse_endpoint(option: str, text: str) -> Endpoint:
+def parse_endpoint(option: str, text: str, check: Callable[[str], Endpoint] = listen_endpoint) -> Endpoint:
     """Return the IP:PORT of an option. Raises UsageError that names the option."""
     try:
-        return address_endpoint(text)
+        return check(text)
     except UsageError as error:
         raise UsageError(f"{option}: {error.message}", remedy='e.g. "127.0.0.1:8405"') from error
 

@@ -10,6 +10,8 @@ restart finds what the worker has.
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import json
 import os
 import re
 from contextlib import contextmanager, suppress
@@ -18,9 +20,17 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kura_shaper.durable import replace_durably
 from kura_shaper.errors import KuraShaperError, RefusedError, StateUnknownError, UsageError
-from kura_shaper.haproxy.certificates import fingerprint
-from kura_shaper.haproxy.check import CheckReport, Severity, certificate_files, check_with_haproxy, parse_messages
+from kura_shaper.haproxy.certificates import fingerprint, serial
+from kura_shaper.haproxy.check import (
+    CheckReport,
+    Severity,
+    certificate_files,
+    check_with_haproxy,
+    parse_messages,
+    report_without_haproxy,
+)
 from kura_shaper.haproxy.decide import Decision, Kind, LocalCertificate, config_id, decide, dns_backends
 from kura_shaper.haproxy.generation import CONFIG_FILE, EMPTY, GatewayConfig, diff_text
 from kura_shaper.haproxy.maps import PEER_MAP, SNI_MAP
@@ -41,6 +51,7 @@ if TYPE_CHECKING:
     from kura_shaper.tenants.document import TenantsDocument
 
 _LOCK = ".apply.lock"
+_GIVEN = ".certificates.json"
 # A path that is one word to HAProxy, whatever it is asked.
 _ASKABLE = re.compile(r"[A-Za-z0-9/_.,:=@%+*-]+", re.ASCII)
 
@@ -86,15 +97,20 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What an apply would do. `running` is None when no gateway runs; `previous` is what was in force on disk."""
+    """What an apply would do.
+
+    `report` is HAProxy's own when `is_checked`, else what is known of the certificates. `running` is
+    None when no gateway runs; `previous` is what was in force on disk.
+    """
 
     wanted: GatewayConfig
     previous: GatewayConfig
     decision: Decision
     running: Running | None
     loaded: GatewayConfig | None
-    report: CheckReport | None
+    report: CheckReport
     certificates: dict[str, LocalCertificate]
+    is_checked: bool = False
 
     @property
     def difference(self) -> str:
@@ -136,7 +152,7 @@ def prepare(document: TenantsDocument, site: Site) -> Prepared:
     StateUnknownError when the gateway or the files can't be read.
     """
     wanted, previous = render(document, site.options), read_generation(site.directory)
-    certificates, unread = _local_certificates(site.options)
+    certificates, unread = _local_certificates(site.options, _read_given(site.directory))
     try:
         running: Running | None = read_running(site.master, site.options, certificates=tuple(certificates))
     except NotRunningError:
@@ -151,10 +167,13 @@ def prepare(document: TenantsDocument, site: Site) -> Prepared:
         loaded = find_generation(site.directory, lambda c: config_id(c) == running_id) if running_id else None
         decision = decide(wanted, running, site.options, loaded=loaded, certificates=certificates)
     decision = replace(decision, notes=(*decision.notes, *unread))
-    prepared = Prepared(wanted, previous, decision, running, loaded, None, certificates)
+    known = report_without_haproxy(document, site.options)
+    # Without HAProxy nobody knows what it would make of a file, so that is told, and no reason to stop.
+    unchecked = replace(known, refusals=(), cautions=known.findings)
+    prepared = Prepared(wanted, previous, decision, running, loaded, unchecked, certificates)
     if site.binary is None or not prepared.changes:
         return prepared
-    return replace(prepared, report=_checked(document, site.options, site.binary))
+    return replace(prepared, report=_checked(document, site.options, site.binary), is_checked=True)
 
 
 def _checked(document: TenantsDocument, options: GatewayOptions, binary: HaproxyBinary) -> CheckReport:
@@ -175,7 +194,7 @@ def carry_out(prepared: Prepared, site: Site) -> Applied:
     could not be. After StateUnknownError the new files are in force, and the gateway has them or not.
     """
     decision, running = prepared.decision, prepared.running
-    if prepared.report and not prepared.report.passed:
+    if not prepared.report.passed:
         raise CheckFailedError(prepared.report)
     if running and decision.kind is Kind.RELOAD:
         wait_s, why = _not_yet(running.workers, site.policy)
@@ -186,6 +205,7 @@ def carry_out(prepared: Prepared, site: Site) -> Applied:
     if running is None:
         return _applied(Outcome.NOT_RUNNING, prepared, None)
     if not prepared.changes:
+        _write_given(site.directory, prepared.certificates)
         return _applied(Outcome.UNCHANGED, prepared, running.workers)
     notes: tuple[str, ...] = ()
     if decision.kind is Kind.RUNTIME:
@@ -198,23 +218,29 @@ def carry_out(prepared: Prepared, site: Site) -> Applied:
         _reload(prepared, running, site)
     after = read_running(site.master, site.options, certificates=tuple(prepared.certificates))
     _verify(prepared, after, site, is_reloaded=decision.kind is Kind.RELOAD or bool(notes))
+    _write_given(site.directory, prepared.certificates)
     return _applied(Outcome.APPLIED, prepared, after.workers, notes=notes)
 
 
 @contextmanager
 def alone(directory: Path, clock: Clock, *, patience_s: int = 30) -> Iterator[None]:
     """Hold the directory's lock, so that two applies do not undo each other. Raises RefusedError after a while."""
-    descriptor = -1
     try:
         with suppress(FileExistsError):
             directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except NotADirectoryError as error:
+        message = f"{directory} is no directory"
+        raise UsageError(message, remedy="name a directory, or a path where one can be made") from error
+    except OSError as error:
+        message = f"{directory} can't be written to: {error.strerror}"
+        raise RefusedError(message, remedy="put that right, or name another directory") from error
+    try:
         _lock(descriptor, clock, patience_s)
     except OSError as error:
-        if descriptor >= 0:
-            os.close(descriptor)
-        message = f"{directory} could not be had alone: {error.strerror}"
-        raise RefusedError(message, remedy="see whether another apply hangs") from error
+        os.close(descriptor)
+        message = f"another apply has been at work in {directory} for {patience_s} s"
+        raise RefusedError(message, remedy="see whether it hangs") from error
     try:
         yield
     finally:
@@ -256,7 +282,31 @@ class EmptyingError(RefusedError):
     code = "empty"
 
 
-def _local_certificates(options: GatewayOptions) -> tuple[dict[str, LocalCertificate], tuple[str, ...]]:
+def digest_of(pem: str) -> str:
+    """Return what a certificate's content is known by, key and chain included."""
+    return hashlib.sha256(pem.encode("ascii")).hexdigest()
+
+
+def _read_given(directory: Path) -> dict[str, str]:
+    """Return the digests of the certificates that the gateway was last given, by path; none where that is not known.
+
+    It tells neither chain nor key of what it has, so what it was given is written down.
+    """
+    with suppress(OSError, ValueError, AttributeError):
+        return {str(path): str(digest) for path, digest in json.loads((directory / _GIVEN).read_text("utf-8")).items()}
+    return {}
+
+
+def _write_given(directory: Path, certificates: Mapping[str, LocalCertificate]) -> None:
+    given = {path: digest_of(certificate.pem) for path, certificate in sorted(certificates.items())}
+    if given != _read_given(directory):
+        with suppress(OSError):
+            replace_durably(directory / _GIVEN, json.dumps(given, indent=2) + "\n")
+
+
+def _local_certificates(
+    options: GatewayOptions, given: Mapping[str, str]
+) -> tuple[dict[str, LocalCertificate], tuple[str, ...]]:
     """Return the certificates that can be read here, by path, and a note for each that can't."""
     found: dict[str, LocalCertificate] = {}
     notes = []
@@ -275,7 +325,8 @@ def _local_certificates(options: GatewayOptions) -> tuple[dict[str, LocalCertifi
             # As HAProxy does: a key that is not in the file is beside it.
             if "PRIVATE KEY-----" not in pem and key.is_file():
                 pem = f"{pem.rstrip()}\n{key.read_text(encoding='ascii')}"
-            found[str(path)] = LocalCertificate(fingerprint(pem), pem)
+            has_changed = given.get(str(path), digest_of(pem)) != digest_of(pem)
+            found[str(path)] = LocalCertificate(fingerprint(pem), pem, serial(pem), has_changed=has_changed)
         except (OSError, UnicodeError, UsageError) as error:
             notes.append(f"{path} can't be read here, so its content is not compared: {error}")
     return found, tuple(notes)
@@ -404,7 +455,8 @@ def _verify(prepared: Prepared, after: Running, site: Site, *, is_reloaded: bool
 
 def _left(prepared: Prepared, after: Running, site: Site, *, loaded: GatewayConfig | None) -> tuple[str, ...]:
     """Return what the gateway still lacks of what was wanted."""
-    left = decide(prepared.wanted, after, site.options, loaded=loaded, certificates=prepared.certificates)
+    certificates = {path: replace(known, has_changed=False) for path, known in prepared.certificates.items()}
+    left = decide(prepared.wanted, after, site.options, loaded=loaded, certificates=certificates)
     return () if left.kind is Kind.NONE else left.reasons
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kura_shaper.errors import UsageError
-from kura_shaper.haproxy.options import MIN_VERSION, refuse_old_version, version_text
+from kura_shaper.haproxy.options import MIN_VERSION, VersionTooOldError, refuse_old_version, version_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,22 +36,26 @@ class HaproxyBinary:
 
 
 def find_haproxy(environ: Mapping[str, str] = os.environ) -> HaproxyBinary:
-    """Return the HAProxy to use: KURA_SHAPER_HAPROXY, else the one in the cache, else the one on PATH.
+    """Return the HAProxy to use: KURA_SHAPER_HAPROXY, else the one on PATH, else the one in the cache.
 
-    Raises HaproxyMissingError when there is none, VersionTooOldError when the first of
-    them is older than 3.0.3.
+    Raises HaproxyMissingError when there is none, VersionTooOldError when there is only one
+    that is older than 3.0.3.
     """
     chosen = environ.get("KURA_SHAPER_HAPROXY")
     if chosen:
         return read_version(Path(chosen))
+    on_path = shutil.which("haproxy", path=environ.get("PATH"))
     cached = _cache(environ) / _IN_CACHE
+    if on_path is not None:
+        try:
+            return read_version(Path(on_path))
+        except (VersionTooOldError, HaproxyMissingError):
+            if not os.access(cached, os.X_OK):
+                raise
     if os.access(cached, os.X_OK):
         return read_version(cached)
-    on_path = shutil.which("haproxy", path=environ.get("PATH"))
-    if on_path is None:
-        remedy = f"install HAProxy {version_text(MIN_VERSION)} or newer, or name it in KURA_SHAPER_HAPROXY"
-        raise HaproxyMissingError("no HAProxy on this machine", remedy=remedy)
-    return read_version(Path(on_path))
+    remedy = f"install HAProxy {version_text(MIN_VERSION)} or newer, or name it in KURA_SHAPER_HAPROXY"
+    raise HaproxyMissingError("no HAProxy on this machine", remedy=remedy)
 
 
 def read_version(path: Path) -> HaproxyBinary:

@@ -73,6 +73,12 @@ def fingerprint(pem: str) -> str:
     return hashlib.sha1(der, usedforsecurity=False).hexdigest().upper()
 
 
+def serial(pem: str) -> str:
+    """Return the first certificate's serial number in upper-case hex digits. Raises as `dns_names`."""
+    with _read_first(pem) as certificate:
+        return f"{certificate.serial_number:X}"
+
+
 def covers(names: tuple[str, ...], host: str) -> bool:
     """Tell whether one of a certificate's names stands for the host, in any case, with or without the root's dot.
 

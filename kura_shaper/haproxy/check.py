@@ -120,6 +120,16 @@ def check_with_haproxy(document: TenantsDocument, options: GatewayOptions, *, bi
     return CheckReport(binary.version, (*refusals, *unread), cautions, (*notes, *stand_ins, *resolver))
 
 
+def report_without_haproxy(document: TenantsDocument, options: GatewayOptions) -> CheckReport:
+    """Return what can be known of the certificates that are here, without HAProxy."""
+    found = uncovered_hosts(document, options)
+    return CheckReport(
+        options.haproxy_version,
+        refusals=tuple(finding for finding in found if finding.severity is Severity.ALERT),
+        cautions=tuple(finding for finding in found if finding.severity is Severity.WARNING),
+    )
+
+
 def findings_in(config: GatewayConfig, directory: Path, *, binary: HaproxyBinary) -> tuple[Finding, ...]:
     """Write a configuration that was rendered for this directory there, and return what HAProxy says about it.
 

@@ -54,10 +54,17 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LocalCertificate:
-    """A certificate as it is in a file here: SHA-1 of its leaf, and what HAProxy would be given, key included."""
+    """A certificate as it is in a file here: SHA-1 and serial number of its leaf, and what HAProxy would be given,
+    key included. `has_changed` when that is known to differ from what the gateway was last given."""
 
     fingerprint: str
     pem: str
+    serial: str = ""
+    has_changed: bool = False
+
+    def is_loaded_as(self, identity: str) -> bool:
+        """Tell whether a worker's certificate is this one, by what `parse_fingerprint` returned."""
+        return identity in {self.fingerprint, f"serial {self.serial}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +207,8 @@ def _server_steps(new: Sections, running: Running) -> Iterator[MoveServer]:
 
 def _certificate_steps(running: Running, local: Mapping[str, LocalCertificate]) -> Iterator[ReplaceCertificate]:
     for path, certificate in sorted(local.items()):
-        if running.fingerprints.get(path, certificate.fingerprint) != certificate.fingerprint:
+        loaded = running.fingerprints.get(path, "")
+        if loaded and (certificate.has_changed or not certificate.is_loaded_as(loaded)):
             yield ReplaceCertificate(path, certificate.pem)
 
 
@@ -235,7 +243,9 @@ def _routing_steps(
 def _both(had: bytes, wanted: bytes) -> bytes:
     """Return the wanted rows and those of the keys that are to go."""
     keys = {row.split(b" ")[0] for row in wanted.splitlines()}
-    going = {row for row in had.splitlines(keepends=True) if row.split(b" ")[0] not in keys}
+    # What no rendered file could say, somebody else has put there: it need not be kept even for a moment.
+    rows = (row for row in had.splitlines(keepends=True) if row.isascii())
+    going = {row for row in rows if row.split(b" ")[0] not in keys}
     return b"".join(sorted({*wanted.splitlines(keepends=True), *going}))
 
 

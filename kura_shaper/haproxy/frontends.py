@@ -114,7 +114,8 @@ def _tls(document: TenantsDocument, options: GatewayOptions) -> Section:
     lines = (
         *(_inline_doors(document, options) if options.design is Design.INLINE else _inner_door(options)),
         line("maxconn", str(options.maxconn)),
-        line("http-request set-var(txn.tenant)", f"ssl_fc_sni,lower,{sni_map}"),
+        # Once for the connection, as its mark was: a name that moves while it lives does not move it.
+        line("http-request set-var(txn.tenant) var(sess.tenant)"),
         line("http-request set-var(txn.host) req.fhdr(host),host_only,lower,rtrim(.)"),
         line("http-request set-var(txn.owner)", f"var(txn.host),{sni_map}"),
         line("http-request set-var(txn.grpc)", grpc),
@@ -137,7 +138,10 @@ def _tls(document: TenantsDocument, options: GatewayOptions) -> Section:
 
 def _inner_door(options: GatewayOptions) -> tuple[Line, ...]:
     owner = ("mode", "600", "user", options.user, "group", options.group)
-    return (line("bind", options.tls_socket, *owner, "accept-proxy", *_ends_tls(options)),)
+    return (
+        line("bind", options.tls_socket, *owner, "accept-proxy", *_ends_tls(options)),
+        _tenant_of_session(options),
+    )
 
 
 def _inline_doors(document: TenantsDocument, options: GatewayOptions) -> tuple[Line, ...]:
@@ -145,10 +149,14 @@ def _inline_doors(document: TenantsDocument, options: GatewayOptions) -> tuple[L
     return (
         *(line("bind", *address, *_ends_tls(options)) for address in addresses),
         _mark_as_gateway(document),
-        line("tcp-request session set-var(sess.tenant)", f"ssl_fc_sni,lower,map_str({options.file(SNI_MAP)})"),
+        _tenant_of_session(options),
         line("tcp-request session reject unless { var(sess.tenant) -m found }"),
         line("tcp-request session set-fc-mark", _mark(document, options)),
     )
+
+
+def _tenant_of_session(options: GatewayOptions) -> Line:
+    return line("tcp-request session set-var(sess.tenant)", f"ssl_fc_sni,lower,map_str({options.file(SNI_MAP)})")
 
 
 def _ends_tls(options: GatewayOptions) -> tuple[str, ...]:

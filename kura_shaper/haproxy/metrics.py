@@ -48,6 +48,8 @@ class WatchMetrics:
             yield _gauge("in_step_age_seconds", words, self._since(state.last_good_ns))
         yield _gauge("reload_pending", "1 while a reload waits for its turn", state.reload_pending)
         yield _gauge("tenants", "Tenants in the document in use", state.tenants)
+        words = "Hostnames without a certificate, and certificates that are out of date"
+        yield _gauge("certificate_findings", words, state.certificate_findings)
         yield CounterMetricFamily(f"{_PREFIX}apply_failures", "Applies that failed", value=state.failures)
         decisions = CounterMetricFamily(f"{_PREFIX}applies", "Applies that changed something", labels=["decision"])
         for kind, count in state.decisions.items():

@@ -21,6 +21,7 @@ MAPS = (MARK_MAP, GRPC_MAP, PEER_MAP, SNI_MAP)
 
 _INFO = re.compile(r"^(?P<key>[A-Za-z_-]+): (?P<value>.*)$", re.MULTILINE)
 _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?")
+_SERIAL = re.compile(r"^Serial: 0*([0-9A-F]+)$", re.MULTILINE)
 _FINGERPRINT = re.compile(r"^SHA1 FingerPrint: ([0-9A-F]{40})$", re.MULTILINE)
 # Columns of `show servers state` (management guide, 9.3); version 1 of the format.
 _STATE_VERSION = "1"
@@ -48,7 +49,8 @@ class Running:
 
     `maps` has each loaded map by its file name, as the bytes of a rendered file.
     `certificate_rows` has the host names of the certificate list, each with the certificate and
-    the id that removes it. `fingerprints` has the SHA-1 of each certificate asked for, by path.
+    the id that removes it. `fingerprints` has the SHA-1 of each certificate asked for, or its
+    serial number (see `parse_fingerprint`), by path.
     """
 
     version: tuple[int, int, int]
@@ -137,12 +139,17 @@ def parse_certificate_list(text: str) -> tuple[tuple[str, str, str], ...]:
 def parse_fingerprint(text: str) -> str:
     """Return the fingerprint in an answer to `show ssl cert PATH`, "" when the worker has no such certificate.
 
-    Raises StateUnknownError for another answer, as of a worker that still starts.
+    HAProxy cuts its answer where its buffer is full, with some 400 names: then it is `serial ` and
+    the certificate's serial number, which stands before them. Raises StateUnknownError for another
+    answer, as of a worker that still starts.
     """
-    match = _FINGERPRINT.search(text)
-    if match is None and not text.startswith(("Can't display the certificate", "Filename: ")):
+    if match := _FINGERPRINT.search(text):
+        return match[1]
+    if text.startswith("Filename: ") and (match := _SERIAL.search(text)):
+        return f"serial {match[1]}"
+    if not text.startswith(("Can't display the certificate", "Filename: ")):
         raise StateUnknownError(f"the gateway answers {text[:80]!r} when asked for a certificate")
-    return match[1] if match else ""
+    return ""
 
 
 def parse_servers(text: str) -> tuple[str, dict[str, RunningServer]]:

@@ -31,7 +31,7 @@ _FIRST_RETRY_S = 2
 _FAILED_RELOAD_S = 600
 _LOG = logging.getLogger("kura_shaper.haproxy.watch")
 
-Stamp = tuple[tuple[int, int, int, int] | None, ...]
+Stamp = tuple[tuple[int, ...] | None, ...]
 
 
 @dataclass(slots=True)
@@ -46,6 +46,7 @@ class WatchState:
     in_step: bool = False
     reload_pending: bool = False
     failures: int = 0
+    certificate_findings: int = 0
     decisions: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
 
 
@@ -84,6 +85,9 @@ class Watch:
             self._read()
         elif now_ns < self._next_ns:
             return
+        elif not self.state.source_valid:
+            # A reading may fail once, and a change of permissions further up tells nobody.
+            self._read()
         if self._document is None:
             self._next_ns = now_ns + self._resync_s * _SECOND_NS
             return
@@ -107,7 +111,8 @@ class Watch:
         try:
             site = self._site()
             with alone(site.directory, self._clock):
-                applied = carry_out(prepare(document, site), site)
+                prepared = prepare(document, site)
+                applied = carry_out(prepared, site)
         except KuraShaperError as error:
             self.state.failures += 1
             self.state.in_step = self.state.reload_pending = False
@@ -120,6 +125,10 @@ class Watch:
             return wait_s
         self._retry_s = _FIRST_RETRY_S
         self._say("apply", logging.INFO, "")
+        cautions = prepared.report.cautions
+        self.state.certificate_findings = len(cautions)
+        more = f", and {len(cautions) - 5} more" if len(cautions) > 5 else ""
+        self._say("certificates", logging.ERROR, "; ".join(map(str, cautions[:5])) + more)
         return self._note(applied)
 
     def _note(self, applied: Applied) -> int:
@@ -161,9 +170,9 @@ def stamp_of(paths: Iterable[Path]) -> Stamp:
     return tuple(_stamp(path) for path in paths)
 
 
-def _stamp(path: Path) -> tuple[int, int, int, int] | None:
+def _stamp(path: Path) -> tuple[int, ...] | None:
     try:
         status = os.stat(path)  # noqa: PTH116 - a path that is a loop of links is an answer too
     except OSError:
         return None
-    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
+    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size, status.st_mode, status.st_uid

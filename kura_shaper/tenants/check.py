@@ -33,9 +33,9 @@ _HOSTNAME = re.compile(r"(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)*[a-z0-9](?:[
 # Resolvers and browsers read a name whose last label is a number as an IPv4 address.
 _ENDS_IN_A_NUMBER = re.compile(r"(?:.*\.)?(?:[0-9]+|0x[0-9a-f]*)", re.ASCII)
 _NETWORK = re.compile(r"[0-9a-fA-F.:]{2,45}(?:/[0-9]{1,3})?", re.ASCII)
-# A map file of the gateway splits at blanks and starts comments at `#`; its configuration
-# expands `%`, quotes and backslashes. None of them belongs in a gRPC service name.
-_PATH_PREFIX = re.compile(r"""/(?:(?!["'#%\\{}])[!-~]){0,254}""", re.ASCII)
+# What gRPC service names are made of. A map file of the gateway splits at blanks and starts comments at `#`, its
+# configuration expands `%`, quotes and backslashes; and `/` alone would make every request gRPC.
+_PATH_PREFIX = re.compile(r"/[A-Za-z0-9_.-][A-Za-z0-9_./-]{0,253}", re.ASCII)
 
 
 def quoted(content: str) -> str:
@@ -287,7 +287,7 @@ def network(content: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
 def path_prefix(content: str) -> str:
     """Return the beginning of a gRPC path, safe in the gateway's map files."""
     if not _PATH_PREFIX.fullmatch(content):
-        remedy = "start with /, at most 255 printable ASCII characters without blanks, quotes, # \\ % { }"
+        remedy = "start with /, then the service's package, e.g. /google.bytestream., at most 255 characters"
         raise UsageError(f"{quoted(content)} is no path prefix", remedy=remedy)
     return content
 
@@ -300,19 +300,29 @@ def _split_port(content: str, *, example: str) -> tuple[str, int]:
 
 
 def address_endpoint(content: str) -> Endpoint:
-    """Return the endpoint of `ip:port` or `[v6]:port`."""
-    example = "10.0.0.5:4000 or [2001:db8::5]:4000; for a name use dns"
-    host, number = _split_port(content, example=example)
-    try:
-        if host.startswith("[") and host.endswith("]") and "%" not in host:
-            found: ipaddress.IPv4Address | ipaddress.IPv6Address = ipaddress.IPv6Address(host[1:-1])
-        else:
-            found = ipaddress.IPv4Address(host)
-    except ValueError:
-        raise UsageError(f"{quoted(content)} is no IP address and port", remedy=f"write it as {example}") from None
+    """Return the endpoint of `ip:port` or `[v6]:port`, where a server is reached."""
+    found, number = _address_and_port(content, example="10.0.0.5:4000 or [2001:db8::5]:4000; for a name use dns")
     if found.is_unspecified or found.is_multicast:
         raise UsageError(f"{quoted(content)} is no address of a server", remedy="write the server's own address")
     return Endpoint(host=str(found), port=number)
+
+
+def listen_endpoint(content: str) -> Endpoint:
+    """Return the endpoint of `ip:port` or `[v6]:port`, where something listens; 0.0.0.0 and :: are all addresses."""
+    found, number = _address_and_port(content, example="127.0.0.1:8405 or [::1]:8405")
+    if found.is_multicast:
+        raise UsageError(f"{quoted(content)} is no address to listen at", remedy="write an address of this machine")
+    return Endpoint(host=str(found), port=number)
+
+
+def _address_and_port(content: str, *, example: str) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]:
+    host, number = _split_port(content, example=example)
+    try:
+        if host.startswith("[") and host.endswith("]") and "%" not in host:
+            return ipaddress.IPv6Address(host[1:-1]), number
+        return ipaddress.IPv4Address(host), number
+    except ValueError:
+        raise UsageError(f"{quoted(content)} is no IP address and port", remedy=f"write it as {example}") from None
 
 
 def dns_endpoint(content: str) -> Endpoint:

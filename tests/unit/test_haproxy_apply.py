@@ -383,7 +383,11 @@ def test_addresses_of_names_are_left_for_the_new_worker_and_through_no_link(tmp_
 def test_two_take_turns_and_the_second_gives_up_after_a_while(tmp_path: Path) -> None:
     clock = FakeClock()
     place = tmp_path / "new" / "out"
-    with alone(place, clock), pytest.raises(RefusedError, match="had alone"), alone(place, clock, patience_s=3):
+    with (
+        alone(place, clock),
+        pytest.raises(RefusedError, match="another apply has been at work"),
+        alone(place, clock, patience_s=3),
+    ):
         pass
     assert 3 <= clock.now_ns() / 1e9 < 4
     with alone(tmp_path / "new" / "out", clock):

@@ -88,7 +88,7 @@ def test_what_is_no_haproxy_is_refused(tmp_path: Path) -> None:
         read_version(tmp_path / "absent")
 
 
-def test_the_chosen_program_comes_before_the_cache_and_the_cache_before_the_path(tmp_path: Path) -> None:
+def test_the_chosen_program_comes_before_the_path_and_the_path_before_the_cache(tmp_path: Path) -> None:
     chosen = program(tmp_path / "chosen", "HAProxy version 3.1.1")
     cached = program(tmp_path / "cache" / "haproxy-3.0" / "bin" / "haproxy", "HAProxy version 3.0.11")
     home = program(tmp_path / ".cache" / "kura-shaper" / "haproxy-3.0" / "bin" / "haproxy", "HAProxy version 3.0.12")
@@ -102,13 +102,19 @@ def test_the_chosen_program_comes_before_the_cache_and_the_cache_before_the_path
     }
     for expected, unset in (
         (chosen, "KURA_SHAPER_HAPROXY"),
+        (on_path, "PATH"),
         (cached, "KURA_SHAPER_CACHE"),
         (home, "XDG_CACHE_HOME"),
         (home, "HOME"),
-        (on_path, "PATH"),
     ):
-        assert find_haproxy(environ).path == expected
+        # Without PATH the system's own places are looked in.
+        assert find_haproxy({"PATH": "/nowhere"} | environ).path == expected
         del environ[unset]
+    environ["KURA_SHAPER_CACHE"] = str(tmp_path / "cache")
+    old = program(tmp_path / "old" / "haproxy", "HAProxy version 2.6.12")
+    assert find_haproxy(environ | {"PATH": str(old.parent)}).path == cached
+    with pytest.raises(VersionTooOldError):
+        find_haproxy({"PATH": str(old.parent), "HOME": str(tmp_path / "empty")})
     with pytest.raises(HaproxyMissingError, match="no HAProxy on this machine"):
         find_haproxy({"PATH": "", "HOME": str(tmp_path / "empty")})
 

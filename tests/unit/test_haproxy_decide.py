@@ -221,6 +221,28 @@ def test_a_certificate_is_replaced_when_it_differs_and_only_then() -> None:
     assert "SECRET" not in "".join(decision.reasons)
 
 
+@pytest.mark.parametrize(
+    ("loaded", "has_changed", "is_replaced"),
+    [("A" * 40, False, False), ("serial 7B", False, False), ("serial 7C", False, True), ("A" * 40, True, True)],
+)
+def test_a_certificate_is_known_by_fingerprint_or_serial_and_by_what_was_given(
+    loaded: str, has_changed: bool, is_replaced: bool
+) -> None:
+    local = {"/c/tls.crt": LocalCertificate("A" * 40, "SECRET", "7B", has_changed=has_changed)}
+    gateway = gateway_of(OLD)
+    running = replace(read_running(gateway, OPTIONS), fingerprints={"/c/tls.crt": loaded})
+    found = decide(render(OLD, OPTIONS), running, OPTIONS, loaded=render(OLD, OPTIONS), certificates=local)
+    assert (found.steps == (ReplaceCertificate("/c/tls.crt", "SECRET"),)) is is_replaced
+
+
+def test_a_row_that_no_file_could_have_is_not_kept_for_a_moment() -> None:
+    gateway = gateway_of(OLD)
+    found = read_running(gateway, OPTIONS)
+    running = replace(found, maps={**found.maps, MARK_MAP: found.maps[MARK_MAP] + "bücher 5\n".encode()})
+    steps = decide(render(OLD, OPTIONS), running, OPTIONS, loaded=render(OLD, OPTIONS)).steps
+    assert [step.rows for step in steps if isinstance(step, ReplaceMap)] == [render(OLD, OPTIONS).files[MARK_MAP]]
+
+
 def test_a_new_certificate_takes_a_reload_in_a_directory_alone() -> None:
     options = replace(OPTIONS, certificate=PurePosixPath("/c"), certificate_kind=CertificateKind.DIRECTORY)
     gateway = gateway_of(OLD, options)

@@ -74,6 +74,15 @@ def test_what_is_no_certificate_list_is_unknown(text: str) -> None:
         parse_certificate_list(text)
 
 
+def test_an_answer_that_is_cut_short_has_the_serial_number() -> None:
+    cut = CERTIFICATE.partition("SHA1 FingerPrint")[0]
+    assert parse_fingerprint(cut.replace("Serial: ", "Serial: 00")) == f"serial {parse_serial(CERTIFICATE)}"
+
+
+def parse_serial(text: str) -> str:
+    return text.partition("Serial: ")[2].split("\n")[0].lstrip("0")
+
+
 def test_a_fingerprint_is_read() -> None:
     assert parse_fingerprint(CERTIFICATE) == "AE3BDE69CC1B028B7DE2DEC36AC98127A96E4D5E"
     assert parse_fingerprint("Can't display the certificate: Not found or the certificate is a bundle!\n") == ""

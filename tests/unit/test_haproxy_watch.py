@@ -301,6 +301,7 @@ def test_metrics_tell_what_is(scene: Scene) -> None:
         "in_step_age_seconds": 5,
         "reload_pending": 0,
         "tenants": 2,
+        "certificate_findings": 0,
         "apply_failures_total": 0,
         "applies_totalnone": 0,
         "applies_totalruntime": 1,
