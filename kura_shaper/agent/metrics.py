@@ -17,7 +17,7 @@ from kura_shaper.errors import KuraShaperError
 from kura_shaper.kernel.disk import read_disks
 from kura_shaper.kernel.retransmits import NO_TENANT
 from kura_shaper.kernel.softnet import read_softnet
-from kura_shaper.tenants.marks import TENANT_CLASS_MIN, ReservedClass
+from kura_shaper.tenants.marks import ReservedClass
 from kura_shaper.tree.build import owners_of
 from kura_shaper.tree.model import Shape
 from kura_shaper.tree.observe import observe
@@ -91,7 +91,7 @@ class AgentMetrics:
             age.add_metric([device.device.name], (self._clock.now_ns() - actual.taken_at_ns) / _SECOND_NS)
         yield age
         yield from _classes(readings, self._view)
-        yield from _trees(readings)
+        yield from _trees(readings, self._view)
         yield from self._windows(devices)
 
     def _windows(self, devices: tuple[DeviceView, ...]) -> Iterator[Metric]:
@@ -203,13 +203,14 @@ def _classes(readings: list[tuple[DeviceView, Snapshot]], view: AgentView) -> It
     yield from (*counters, backlog, rate, ceil)
 
 
-def _trees(readings: list[tuple[DeviceView, Snapshot]]) -> Iterator[Metric]:
+def _trees(readings: list[tuple[DeviceView, Snapshot]], view: AgentView) -> Iterator[Metric]:
     present = _family("config_present", "1 when a whole tree of ours is on the device", "device")
     direct = CounterMetricFamily(f"{PREFIX}direct_packets", "Packets that passed an HTB by", labels=["device"])
     unattributed = CounterMetricFamily(
         f"{PREFIX}unattributed_bytes", "Payload that left the gateway's ports without a mark", labels=["device"]
     )
-    floors = _family("device_floor_sum_bits_per_second", "Sum of the tenants' floors, as the kernel has them", "device")
+    # What was promised, not what the kernel has: there they are scaled to fit, and would never show as too many.
+    floors = _family("device_floor_sum_bits_per_second", "Sum of the floors that tenants were promised", "device")
     for device, actual in readings:
         name = device.device.name
         seen = observe(actual, None)
@@ -219,8 +220,9 @@ def _trees(readings: list[tuple[DeviceView, Snapshot]]) -> Iterator[Metric]:
         direct.add_metric([name], actual.direct_packets)
         strays = (c for classid, c in actual.counters.items() if classid.minor == ReservedClass.UNATTRIBUTED)
         unattributed.add_metric([name], sum(found.sent_bytes for found in strays))
-        tenants = (spec for classid, spec in actual.classes.items() if classid.minor >= TENANT_CLASS_MIN)
-        floors.add_metric([name], sum(spec.floor.bits_per_second for spec in tenants))
+        if view.told.document is not None:
+            promised = (tenant.floor.bits_per_second for tenant in view.told.document.tenants)
+            floors.add_metric([name], sum(promised))
     yield from (present, direct, unattributed, floors)
 
 
