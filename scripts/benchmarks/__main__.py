@@ -12,6 +12,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
+import agent_benchmarks
 import datapath_benchmarks
 import gateway_benchmarks
 import kernel_benchmarks
@@ -24,6 +25,7 @@ BENCHMARKS: dict[str, Callable[[], Iterator[Measurement]]] = {
     **kernel_benchmarks.BENCHMARKS,
     **datapath_benchmarks.BENCHMARKS,
     **gateway_benchmarks.BENCHMARKS,
+    **agent_benchmarks.BENCHMARKS,
 }
 HEADINGS = ("NAME", "OURS", "PEER", "PEER IS", "RATIO", "UNIT", "NOTE")
 
