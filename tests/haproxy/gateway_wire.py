@@ -207,6 +207,8 @@ def traffic(application: Application, *, connections: int, streams: int = 1, ten
         connections=connections,
         streams_per_connection=streams,
         duration_ms=60_000,
+        # Hundreds of streams in one Python process take a while to flow on a machine of two processors.
+        start_timeout_ms=40_000,
     )
 
 
