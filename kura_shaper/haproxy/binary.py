@@ -45,7 +45,7 @@ def find_haproxy(environ: Mapping[str, str] = os.environ) -> HaproxyBinary:
     if chosen:
         return read_version(Path(chosen))
     on_path = shutil.which("haproxy", path=environ.get("PATH"))
-    cached = _cache(environ) / _IN_CACHE
+    cached = cache_directory(environ) / _IN_CACHE
     if on_path is not None:
         try:
             return read_version(Path(on_path))
@@ -73,7 +73,8 @@ def read_version(path: Path) -> HaproxyBinary:
     return HaproxyBinary(path.absolute(), version)
 
 
-def _cache(environ: Mapping[str, str]) -> Path:
+def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return where the scripts keep the programs that they bring: KURA_SHAPER_CACHE, else kura-shaper in the user's."""
     if "KURA_SHAPER_CACHE" in environ:
         return Path(environ["KURA_SHAPER_CACHE"])
     base = environ.get("XDG_CACHE_HOME")

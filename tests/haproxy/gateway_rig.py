@@ -25,7 +25,7 @@ import pytest
 import trustme
 from gateway_ends import serve, serve_h2c, serve_http1, serve_peer
 
-from kura_shaper.haproxy.binary import HaproxyBinary, HaproxyMissingError, find_haproxy
+from kura_shaper.haproxy.binary import HaproxyBinary, HaproxyMissingError, cache_directory, find_haproxy
 from kura_shaper.haproxy.options import GatewayOptions, VersionTooOldError
 from kura_shaper.haproxy.render import render
 from kura_shaper.haproxy.write import write_generation
@@ -72,9 +72,7 @@ def why_not_here() -> str:
 
 def haproxy_of(version: str) -> HaproxyBinary:
     """Return the HAProxy of a branch, from the cache or the one that is found anyway; without one, skip the test."""
-    cache = os.environ.get("KURA_SHAPER_CACHE")
-    cache = cache or str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "kura-shaper"))
-    cached = str(Path(cache, f"haproxy-{version}", "bin", "haproxy"))
+    cached = str(cache_directory() / f"haproxy-{version}" / "bin" / "haproxy")
     for environ in ({**os.environ, "KURA_SHAPER_HAPROXY": cached}, os.environ):
         with suppress(HaproxyMissingError, VersionTooOldError):
             binary = find_haproxy(environ)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import time
@@ -19,6 +18,7 @@ from gateway_rig import GUARDED, HTTPS_PORT, VERSIONS, GatewayRig
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kura_shaper.clock import SystemClock
+from kura_shaper.haproxy.binary import cache_directory
 from kura_shaper.haproxy.master import MasterSocket
 from kura_shaper.haproxy.metrics import WatchMetrics
 from kura_shaper.haproxy.watch import WatchState
@@ -44,10 +44,7 @@ scrape_configs:
 
 
 def prometheus() -> Path:
-    base = os.environ.get("KURA_SHAPER_CACHE") or Path(
-        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "kura-shaper"
-    )
-    path = Path(base, "prometheus", "bin", "prometheus")
+    path = cache_directory() / "prometheus" / "bin" / "prometheus"
     if not path.exists():
         pytest.skip(f"no Prometheus at {path}; scripts/setup brings it")
     return path

@@ -8,19 +8,20 @@ import signal
 import subprocess
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from kernel_agent import AgentProcess, AgentThread, Files, hearing, streaming, until
 from kernel_trees import ACME, DOCUMENT, ZETA, differences, document, wanted
 
+from kura_shaper.haproxy.binary import cache_directory
 from kura_shaper.tree.model import Handle, HtbQdisc
 from kura_shaper.tree.operations import ChangeClass, DeleteClass, DeleteFilter, DeleteLeaf, DeleteRoot
 from kura_shaper.units import Rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from conftest import Cli, Network
 
@@ -78,10 +79,7 @@ def test_an_agent_that_comes_later_adopts_what_is_there_without_a_write(
 def test_promtool_finds_nothing_wrong_with_a_scrape(
     network: Network, files: Files, capabilities: Capabilities, shape: str
 ) -> None:
-    base = os.environ.get("KURA_SHAPER_CACHE") or Path(
-        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "kura-shaper"
-    )
-    program = Path(base, "prometheus", "bin", "promtool")
+    program = cache_directory() / "prometheus" / "bin" / "promtool"
     if not program.exists():
         pytest.skip(f"no promtool at {program}; scripts/setup brings it")
     if shape == "mq" and not capabilities.steering:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-import os
 import secrets
 import shutil
 import socket
@@ -26,6 +25,8 @@ import yaml
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
+from kura_shaper.haproxy.binary import cache_directory
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -41,9 +42,7 @@ _ROUND_S = 0.05
 
 def programs() -> Path | None:
     """Return where kube-apiserver and etcd are, None where they are not."""
-    cache = os.environ.get("KURA_SHAPER_CACHE")
-    base = Path(cache) if cache else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kura-shaper"
-    found = base / "kubernetes" / "bin"
+    found = cache_directory() / "kubernetes" / "bin"
     return found if (found / "kube-apiserver").exists() and (found / "etcd").exists() else None
 
 

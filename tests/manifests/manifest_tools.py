@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 import shutil
 import subprocess
@@ -12,6 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from kura_shaper.haproxy.binary import cache_directory
 
 ROOT = Path(__file__).parents[2]
 DAEMONSET = ROOT / "daemonset"
@@ -33,17 +34,10 @@ Manifest = dict[str, Any]
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def cache() -> Path:
-    return Path(
-        os.environ.get("KURA_SHAPER_CACHE")
-        or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "kura-shaper")
-    )
-
-
 def tool(name: str) -> str:
     """Return a program: that of the cache, else the machine's own. Skips the test where there is none."""
     folder, script = _BROUGHT[name]
-    path = cache() / folder / "bin" / name
+    path = cache_directory() / folder / "bin" / name
     own = None if name == "python" else shutil.which(name)
     if not path.exists() and own is None:
         pytest.skip(f"no {name} at {path}; scripts/{script} brings it")
