@@ -196,7 +196,7 @@ def test_inline_the_bucket_is_in_the_backends_of_requests_and_used_once_in_each(
         rows = section(config, f"backend {name}")
         assert [row for row in rows if "bandwidth-limit" in row] == ["http-response set-bandwidth-limit ceiling"]
         assert rows.index("http-response set-bandwidth-limit ceiling") > rows.index(
-            "filter bwlim-out ceiling limit 187500000 key str(acme) table ceilings min-size 12288"
+            "filter bwlim-out ceiling limit 187500000 key str(acme) table ceilings min-size 4096"
         )
     assert "tcp-request content set-bandwidth-limit ceiling" in section(config, "backend acme_peer")
 
