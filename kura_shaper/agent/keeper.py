@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from kura_shaper.errors import KuraShaperError, RefusedError
 from kura_shaper.kernel.apply import apply_document
-from kura_shaper.kernel.executor import Status
+from kura_shaper.kernel.executor import QUIET_FOR_NS, Status
 from kura_shaper.kernel.prove import prove_steering
 from kura_shaper.tree.build import build
 from kura_shaper.tree.diff import plan
@@ -66,6 +66,8 @@ _HOUR_NS = 3600 * 1_000_000_000
 _PROOF_EVERY_NS = 10_000_000_000
 # Whether a class has fallen silent takes two seconds to see, in which nothing else is mended.
 _DRAIN_EVERY_NS = 30_000_000_000
+# Two readings: what still sends is looked at again later, and the next device need not wait for it.
+_QUIET_WITHIN_NS = QUIET_FOR_NS
 _LOCK_WITHIN_NS, _LOCK_EVERY_NS = 1_000_000_000, 20_000_000
 
 
@@ -233,6 +235,7 @@ class DeviceKeeper:
                 permission=asked.permission,
                 clock=self._clock,
                 prove=self._prove,
+                quiet_within_ns=_QUIET_WITHIN_NS,
             )
         if applied.plan.impact is Impact.DEVICE_LOSS:
             self._rebuilds_ns.append(self._clock.now_ns())

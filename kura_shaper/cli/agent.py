@@ -106,7 +106,7 @@ def agent(
 def _run(settings: AgentSettings) -> None:
     clock = SystemClock()
     signals = _Signals()
-    _stay_responsive()
+    stay_responsive()
     with ExitStack() as stack:
         source, paths = _source(settings, clock, stack, on_change=lambda: signals.wake("cluster"))
         files = FileEvents((*paths, settings.node_file))
@@ -152,7 +152,7 @@ def _source(
     return ClusterTold(stack.enter_context(FollowedCluster(cluster, api)), settings.state_dir), ()
 
 
-def _stay_responsive() -> None:
+def stay_responsive() -> None:
     """Let no thread wait long for another: a look at thousands of classes must not hold up a probe's answer.
 
     A full round of the garbage collector takes 60 ms with 5,000 tenants, and what is read makes no cycles.

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kura_shaper.kernel.executor import Outcome, Status, execute
+from kura_shaper.kernel.executor import QUIET_WITHIN_NS, Outcome, Status, execute
 from kura_shaper.kernel.journal import Former, Journal
 from kura_shaper.kernel.prove import prove_steering
 from kura_shaper.log import event
@@ -80,11 +80,13 @@ def apply_document(
     permission: Permission = Permission.NONE,
     clock: Clock,
     prove: Prove = prove_steering,
+    quiet_within_ns: int = QUIET_WITHIN_NS,
 ) -> Applied:
     """Bring the device to the tree that a document wants, and prove that packets come to it.
 
     Where the shape was ours to choose and its proof fails right after the tree was made, the
-    device gets shape single instead. Raises UsageError, RefusedError, as `build` does.
+    device gets shape single instead. `quiet_within_ns` is that of `execute`. Raises UsageError,
+    RefusedError, as `build` does.
     """
     actual = control.snapshot()
     if isinstance(actual, Unknown):
@@ -100,7 +102,7 @@ def apply_document(
         )
 
     made = wanted(settings)
-    applied = apply_tree(made, control, journal, permission=permission, clock=clock)
+    applied = apply_tree(made, control, journal, permission=permission, clock=clock, quiet_within_ns=quiet_within_ns)
     if made.tree.shape is not Shape.MQ or applied.plan.unknown or applied.plan.refusals:
         return applied
     if _has_class_gone(applied) and len(made.tree.htbs) > 1:
@@ -114,6 +116,7 @@ def apply_document(
             permission=permission,
             clock=clock,
             prove=prove,
+            quiet_within_ns=quiet_within_ns,
         )
         operations = (*applied.plan.operations, *rest.plan.operations)
         return replace(
@@ -155,13 +158,20 @@ def _is_of_steering(operation: Operation) -> bool:
 
 
 def apply_tree(
-    wanted: Wanted, control: TrafficControl, journal: Journal, *, permission: Permission, clock: Clock
+    wanted: Wanted,
+    control: TrafficControl,
+    journal: Journal,
+    *,
+    permission: Permission,
+    clock: Clock,
+    quiet_within_ns: int = QUIET_WITHIN_NS,
 ) -> Applied:
     """Bring the device to the wanted tree. A second run makes no operation."""
     actual = control.snapshot()
     planned = plan(wanted, actual, permission)
     is_kept = isinstance(actual, Snapshot) and _keep_former(actual, planned, journal)
-    applied = Applied(planned, execute(planned.operations, control, clock=clock))
+    outcomes = execute(planned.operations, control, clock=clock, quiet_within_ns=quiet_within_ns)
+    applied = Applied(planned, outcomes)
     if is_kept and any(o.status is Status.REFUSED for o in applied.outcomes if isinstance(o.operation, AddRoot)):
         # It was not replaced: a later removal must not put back what its owner took away meanwhile.
         journal.remove()

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from kura_shaper.tree.operations import Operation
 
 _FOUNDATION = (AddRoot, DeleteRoot, SetQueue, AddHook)
-_QUIET_WITHIN_NS = 2_000_000_000
-_QUIET_FOR_NS = 200_000_000
+QUIET_WITHIN_NS = 2_000_000_000
+QUIET_FOR_NS = 200_000_000
 
 
 class Status(StrEnum):
@@ -68,21 +68,34 @@ class Outcome:
     detail: str = ""
 
 
-def execute(operations: Sequence[Operation], control: TrafficControl, *, clock: Clock) -> tuple[Outcome, ...]:
-    """Carry out operations in order and return each one's outcome after reading back."""
+def execute(
+    operations: Sequence[Operation],
+    control: TrafficControl,
+    *,
+    clock: Clock,
+    quiet_within_ns: int = QUIET_WITHIN_NS,
+) -> tuple[Outcome, ...]:
+    """Carry out operations in order and return each one's outcome after reading back.
+
+    A class that goes only when it is quiet is waited for as long as `quiet_within_ns`; it is quiet when it
+    neither queues nor sends for QUIET_FOR_NS, so less than that lets none go.
+    """
     foundation = [op for op in operations if isinstance(op, _FOUNDATION)]
     rest = [op for op in operations if not isinstance(op, _FOUNDATION)]
-    outcomes = _carry_out(foundation, control, clock=clock)
+    outcomes = _carry_out(foundation, control, clock=clock, quiet_within_ns=quiet_within_ns)
     if any(outcome.status is not Status.DONE for outcome in outcomes):
         skipped = (Outcome(op, Status.SKIPPED, "what the tree stands on is not as wanted") for op in rest)
         return (*outcomes, *skipped)
-    return (*outcomes, *_carry_out(rest, control, clock=clock))
+    return (*outcomes, *_carry_out(rest, control, clock=clock, quiet_within_ns=quiet_within_ns))
 
 
-def _carry_out(operations: Sequence[Operation], control: TrafficControl, *, clock: Clock) -> list[Outcome]:
+def _carry_out(
+    operations: Sequence[Operation], control: TrafficControl, *, clock: Clock, quiet_within_ns: int
+) -> list[Outcome]:
     if not operations:
         return []
-    busy = _still_busy([op.classid for op in operations if _waits(op)], control, clock=clock)
+    leaving = [op.classid for op in operations if _waits(op)]
+    busy = _still_busy(leaving, control, clock=clock, within_ns=quiet_within_ns)
     sent = [not (_waits(op) and op.classid in busy) for op in operations]
     answers = iter(control.send([op for op, is_sent in zip(operations, sent, strict=True) if is_sent]))
     errors = [next(answers) if is_sent else None for is_sent in sent]
@@ -112,11 +125,11 @@ def _waits(operation: Operation) -> TypeGuard[DeleteClass]:
     return isinstance(operation, DeleteClass) and operation.only_when_quiet
 
 
-def _still_busy(classids: Iterable[Handle], control: TrafficControl, *, clock: Clock) -> set[Handle]:
-    """Return the classes that are not quiet within two seconds: that queue, or sent between two readings."""
+def _still_busy(classids: Iterable[Handle], control: TrafficControl, *, clock: Clock, within_ns: int) -> set[Handle]:
+    """Return the classes that are not quiet within that time: that queue, or sent between two readings."""
     busy = set(classids)
     before: dict[Handle, int] = {}
-    deadline = clock.now_ns() + _QUIET_WITHIN_NS
+    deadline = clock.now_ns() + within_ns
     while busy:
         actual = control.snapshot()
         if isinstance(actual, Unknown):
@@ -126,7 +139,7 @@ def _still_busy(classids: Iterable[Handle], control: TrafficControl, *, clock: C
         before = {c: found.sent_bytes for c, found in counters.items()}
         if not busy or clock.now_ns() >= deadline:
             return busy
-        clock.wait_ns(_QUIET_FOR_NS)
+        clock.wait_ns(QUIET_FOR_NS)
     return busy
 
 

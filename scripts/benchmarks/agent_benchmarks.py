@@ -1,4 +1,4 @@
-"""What an agent costs a node while nothing happens, beside a loop that asks `tc` once a second."""
+"""What an agent costs a node while nothing happens, and for how long one step of a look holds up its loop."""
 
 from __future__ import annotations
 
@@ -6,21 +6,34 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.request import urlopen
 
+import yaml
 from gateway_benchmarks import document_of, yaml_of
 from kernel_benchmarks import fresh_nic, require_privilege
 from measurement import Measurement, SkippedError, progress, require
 from pyroute2 import IPRoute
 
+from kura_shaper.agent.loop import Agent
+from kura_shaper.agent.settings import AgentSettings
+from kura_shaper.agent.source import FileSource
+from kura_shaper.cli.agent import stay_responsive
+from kura_shaper.clock import SystemClock
 from kura_shaper.kernel.netns import in_new_namespace
+from kura_shaper.kernel.probe import probe
+from kura_shaper.tree.build import ShapeChoice
+from kura_shaper.units import Rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from kura_shaper.tenants.document import TenantsDocument
 
 _PORT = 19_471
 _READY_S, _IDLE_S = 60, 20
@@ -113,4 +126,74 @@ def _status_kib(pid: int, key: str) -> float:
     return next(float(row.split()[1]) for row in rows if row.startswith(f"{key}:"))
 
 
-BENCHMARKS: dict[str, Callable[[], Iterator[Measurement]]] = {"agent-idle": lambda: idle(1_000)}
+def step(tenants: int) -> Iterator[Measurement]:
+    """Yield how long the loop's thread was kept from running at most, beside looks at that many tenants."""
+    require_privilege()
+    # What the command does first of all.
+    stay_responsive()
+
+    def run() -> tuple[float, float, float]:
+        with fresh_nic() as device, tempfile.TemporaryDirectory() as name:
+            return _longest_steps(Path(name), device.name, document_of(tenants))
+
+    ours, peer, looks_s = in_new_namespace(run)
+    note = f"4 looks in {looks_s:.1f} s: an install, a quiet one, a change, a repair"
+    yield Measurement(f"agent-step-{tenants}", ours, peer, "yaml.load of the same document", "ms", note)
+
+
+def _longest_steps(directory: Path, device: str, document: TenantsDocument) -> tuple[float, float, float]:
+    path, clock = directory / "tenants.yaml", SystemClock()
+    path.write_text(yaml_of(document))
+    settings = AgentSettings(
+        file=path,
+        devices=(device,),
+        budget=Rate.parse("10G"),
+        shape=ShapeChoice.SINGLE,
+        state_dir=directory,
+        node_file=directory / "off",
+    )
+    agent = Agent(settings, FileSource(path, None, clock=clock), probe(), clock=clock)
+    with ExitStack() as stack:
+        stack.callback(agent._close_devices)  # noqa: SLF001 - a look without its loop
+        began = time.monotonic()
+        with _Pauses() as pauses:
+            agent._look()  # noqa: SLF001
+            agent._look()  # noqa: SLF001
+            tenants = (replace(document.tenants[0], ceiling=Rate.parse("777M")), *document.tenants[1:])
+            path.write_text(yaml_of(replace(document, tenants=tenants)))
+            agent._look()  # noqa: SLF001
+            subprocess.run(["tc", "qdisc", "del", "dev", device, "root"], check=True)
+            agent._look()  # noqa: SLF001
+        looks_s = time.monotonic() - began
+        with _Pauses() as beside_peer:
+            yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return pauses.longest_ms, beside_peer.longest_ms, looks_s
+
+
+class _Pauses:
+    """A thread that wants to run every millisecond, as the loop may, and by how much it came too late at most."""
+
+    def __init__(self) -> None:
+        self.longest_ms = 0.0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> _Pauses:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._end.wait(0.001):
+            now = time.monotonic()
+            self.longest_ms, last = max(self.longest_ms, (now - last) * 1_000 - 1), now
+
+
+BENCHMARKS: dict[str, Callable[[], Iterator[Measurement]]] = {
+    "agent-idle": lambda: idle(1_000),
+    "agent-step-5000": lambda: step(5_000),
+}

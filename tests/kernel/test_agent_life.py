@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.privileged
 
+KILLS = 200
 MARKS = (ACME.minor << 16, ZETA.minor << 16)
 BUSY_LINE = "  - {{name: t{0:x}, class: {0:#x}, floor: 1M, ceiling: {1}M}}\n"
 
@@ -137,7 +138,7 @@ def test_kills_at_any_moment_of_changes_and_drift_leave_traffic_going_and_the_ne
     """Case F35."""
     chosen = random.Random(4711)
     with streaming(network, *MARKS) as streams:
-        for number in range(40):
+        for number in range(KILLS):
             pid = agent_in_child(files, capabilities)
             try:
                 files.write(document_of(number))
@@ -154,9 +155,8 @@ def test_kills_at_any_moment_of_changes_and_drift_leave_traffic_going_and_the_ne
             found = network.read()
         assert before <= found.classes.keys()
         assert isinstance(found.root, HtbQdisc)
-        made = {
-            int(line.split("class: ")[1].split(",")[0], 16) for line in document_of(39).splitlines() if "class" in line
-        }
+        lines = [line for line in document_of(KILLS - 1).splitlines() if "class" in line]
+        made = {int(line.split("class: ")[1].split(",")[0], 16) for line in lines}
         tenants = {classid.minor for classid in found.classes if classid.minor >= 0x100}
         assert made <= tenants
         # What left while a connection of it was open may still drain, nothing else may be there.

@@ -119,6 +119,10 @@ def test_the_device_follows_the_cluster(network: Network, cluster: Cluster, tmp_
         )
         until(lambda: status()["source"]["problems"])
         assert ceiling(network, ACME) == Rate.parse("500M")
+        # Nor does the last one that goes leave an empty tree, which would hold nobody back.
+        cluster.delete(f"{INSTANCES}/kura-acme")
+        until(lambda: "1 tenants stay" in str(status()["source"]["problems"]))
+        assert ceiling(network, ACME) == Rate.parse("500M")
         process.send_signal(signal.SIGTERM)
         assert process.wait(15) == 0
     assert ceiling(network, ACME) == Rate.parse("500M")
@@ -143,6 +147,7 @@ def test_without_the_api_the_last_good_state_stays_also_over_a_restart(
         assert status()["source"]["valid"] is False
         cluster.start_apiserver()
         cluster.wait_ready()
+        cluster.create(INSTANCES, kura_instance("beta", BETA))
         cluster.delete(f"{INSTANCES}/kura-acme")
         until(lambda: ceiling(network, ACME) is None, seconds=60)
         assert status()["source"]["valid"] is True

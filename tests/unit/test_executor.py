@@ -14,7 +14,7 @@ from kura_shaper.clock import FakeClock
 from kura_shaper.errors import RefusedError, StateUnknownError
 from kura_shaper.kernel.apply import Applied, apply_tree, remove_tree
 from kura_shaper.kernel.errors import KernelRefusedError, refusal
-from kura_shaper.kernel.executor import Outcome, Status, execute
+from kura_shaper.kernel.executor import QUIET_FOR_NS, Outcome, Status, execute
 from kura_shaper.kernel.fake import FakeKernel
 from kura_shaper.kernel.journal import Former, Journal
 from kura_shaper.tree.classifier import ClassifierKind
@@ -266,6 +266,15 @@ def test_one_that_still_sends_after_two_seconds_stays_and_the_quiet_one_goes() -
     assert "it still sends" in outcomes[1].detail
     assert ACME_CLASS in control.kernel.snapshot().classes
     assert clock.now_ns() == 2_000 * MS
+
+
+def test_who_may_not_wait_gets_the_quiet_ones_after_two_readings_and_leaves_the_others() -> None:
+    clock = FakeClock()
+    control = Queueing(kernel_with(case(ACME, BETA).wanted()), clock, {ACME_CLASS: 10**12, BETA_CLASS: 0})
+    leaving = [DeleteClass(BETA_CLASS), DeleteClass(ACME_CLASS)]
+    outcomes = execute(leaving, control, clock=clock, quiet_within_ns=QUIET_FOR_NS)
+    assert statuses(outcomes) == [Status.DONE, Status.BUSY]
+    assert clock.now_ns() == QUIET_FOR_NS
 
 
 def test_one_that_sends_without_ever_queueing_stays_too() -> None:

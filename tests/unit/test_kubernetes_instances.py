@@ -381,6 +381,19 @@ def test_a_name_that_makes_no_service_leaves_the_tenant_its_promise_and_takes_it
     assert said(made) == [("a" * 60, "metadata.name", Effect.PART)]
 
 
+def test_a_region_whose_last_instance_went_keeps_its_tenants_and_says_so_once() -> None:
+    before = compiled(instance("acme", 0x100), instance("beta", 0x200)).document
+    for others in ((), (instance("zeta", 0x300, region="eu-west"),)):
+        made = compiled(*others, previous=before)
+        assert made.document == before
+        [problem] = made.problems
+        assert (problem.effect, "2 tenants stay" in str(problem)) == (Effect.LAST_GOOD, True)
+    # Of a region that never had any, and of another one, there is nothing to keep.
+    assert compiled() == compiled(previous=TenantsDocument("us-east", ()))
+    assert compiled(previous=replace(before, region="eu-west")).document.tenants == ()
+    assert compiled(instance("zeta", 0x300), previous=before).document.tenants[0].name == "zeta"
+
+
 def test_a_gateway_without_ports_has_no_names() -> None:
     settings = replace(US_EAST, gateway=Gateway(https_ports=(), peer_ports=()))
     made = compile_region([instance("acme", 0x100, meshPublicPeerHost="p.kura.example")], settings)

@@ -6,7 +6,8 @@ largest floor and the largest ceiling count, so that a rollout takes nothing awa
 
 What can't be read is a problem of its own tenant. That tenant stays as it was in the last
 good document, or is left out where there is none; it never becomes a tenant without a
-limit, and nobody else notices.
+limit, and nobody else notices. A region without any instance keeps the tenants that it had:
+a wrong region or a lost definition looks the same, and an empty tree holds nobody back.
 
 A document has one server for each protocol of a tenant, so of several instances the first
 by name serves the names of all.
@@ -36,6 +37,7 @@ CEILING_PATH = f'spec.podAnnotations["{CEILING_ANNOTATION}"]'
 DEFAULT_CEILING = Rate(1_500_000_000)
 HTTP_PORT = 4000
 PEER_PORT = 7443
+_EMPTY = "is the region right? To let all go, remove last-good.json and start the agent anew"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,8 @@ def compile_region(
         region.add(account)
     region.fall_back()
     problems = [problem for _, account in sorted(accounts.items()) for problem in account.problems]
+    if not ours:
+        problems += region.keep_all()
     if strangers:
         problems += strangers.problems + region.keep_all_but(accounts, because=strangers.problems[0])
     tenants = sorted(region.tenants, key=lambda tenant: tenant.class_id)
@@ -157,6 +161,17 @@ class _Region:
                 problems.append(problem)
                 self._accept(former, problems, None)
         return problems
+
+    def keep_all(self) -> list[Problem]:
+        """Keep every tenant of before, of which nobody speaks any more; one problem tells of them all."""
+        kept = [former for former in self.last.values() if self._fits(former)]
+        if not kept:
+            return []
+        name = self.settings.region
+        problem = Problem("", name, "KuraInstances", f"are gone, {len(kept)} tenants stay", _EMPTY, Effect.LAST_GOOD)
+        for former in kept:
+            self._accept(former, [], None)
+        return [problem]
 
     def _fits(self, tenant: Tenant) -> bool:
         return tenant.class_id <= self.settings.marks.class_id_max
