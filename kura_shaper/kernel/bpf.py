@@ -75,7 +75,7 @@ def _load(program: EbpfProgram, log: ctypes.Array[ctypes.c_char] | None, *, doin
         *(_SCHED_CLS, len(program.instructions), ctypes.addressof(code), ctypes.addressof(licence)),
         *(level, size, at, 0, 0, program.name.encode()),
     )
-    return _bpf(_PROG_LOAD, attributes, doing=doing)
+    return bpf_call(_PROG_LOAD, attributes, doing=doing)
 
 
 def attached(ifindex: int) -> TcxState:
@@ -115,7 +115,7 @@ def _chain(ifindex: int) -> list[_Place]:
 def _program(program_id: int) -> TcxProgram:
     name = ""
     with suppress(NotThereError):  # gone since; any other refusal leaves open whose it is
-        descriptor = _bpf(_PROG_GET_FD_BY_ID, struct.pack("=III", program_id, 0, 0), doing="opening a program")
+        descriptor = bpf_call(_PROG_GET_FD_BY_ID, struct.pack("=III", program_id, 0, 0), doing="opening a program")
         with closing(descriptor):
             name = _info(descriptor)[64:80].partition(b"\0")[0].decode(errors="replace")
     return TcxProgram(program_id, name, is_ours=name.startswith(OUR_PREFIX))
@@ -124,24 +124,24 @@ def _program(program_id: int) -> TcxProgram:
 def attach_first(descriptor: int, ifindex: int) -> int:
     """Attach a program before all others of a device's egress; return the descriptor of its link."""
     attributes = struct.pack("=IIIIIIQ", descriptor, ifindex, _TCX_EGRESS, _BEFORE, 0, 0, 0)
-    return _bpf(_LINK_CREATE, attributes, doing=f"attaching the steering program to device {ifindex}")
+    return bpf_call(_LINK_CREATE, attributes, doing=f"attaching the steering program to device {ifindex}")
 
 
 def update(link: int, descriptor: int) -> None:
     """Have a link run another program from now on, at the same place."""
-    _bpf(_LINK_UPDATE, struct.pack("=IIII", link, descriptor, 0, 0), doing="replacing the steering program")
+    bpf_call(_LINK_UPDATE, struct.pack("=IIII", link, descriptor, 0, 0), doing="replacing the steering program")
 
 
 def pin(descriptor: int, path: Path) -> None:
     """Give a link or a program a name in a bpffs."""
     text = ctypes.create_string_buffer(os.fsencode(path))
-    _bpf(_OBJ_PIN, struct.pack("=QII", ctypes.addressof(text), descriptor, 0), doing=f"pinning {path}")
+    bpf_call(_OBJ_PIN, struct.pack("=QII", ctypes.addressof(text), descriptor, 0), doing=f"pinning {path}")
 
 
 def open_pinned(path: Path) -> int:
     """Return a descriptor of what has this name in a bpffs."""
     text = ctypes.create_string_buffer(os.fsencode(path))
-    return _bpf(_OBJ_GET, struct.pack("=QII", ctypes.addressof(text), 0, 0), doing=f"opening {path}")
+    return bpf_call(_OBJ_GET, struct.pack("=QII", ctypes.addressof(text), 0, 0), doing=f"opening {path}")
 
 
 def steer_by_tcx(program: EbpfProgram, ifindex: int) -> None:
@@ -216,7 +216,7 @@ def _link_of(link: int) -> _Link:
 def _detach(link: int) -> None:
     """Detach now: after the last reference is gone, the kernel does it too, but some time later."""
     with suppress(KernelRefusedError):
-        _bpf(_LINK_DETACH, struct.pack("=I", link), doing="detaching a steering program")
+        bpf_call(_LINK_DETACH, struct.pack("=I", link), doing="detaching a steering program")
 
 
 def pin_directory() -> Path:
@@ -291,11 +291,12 @@ def _info(descriptor: int) -> bytes:
     """Return struct bpf_prog_info or bpf_link_info."""
     found = ctypes.create_string_buffer(_INFO_BYTES)
     attributes = struct.pack("=IIQ", descriptor, _INFO_BYTES, ctypes.addressof(found))
-    _bpf(_OBJ_GET_INFO, attributes, doing="reading about a program")
+    bpf_call(_OBJ_GET_INFO, attributes, doing="reading about a program")
     return found.raw
 
 
-def _bpf(command: int, attributes: bytes, *, doing: str) -> int:
+def bpf_call(command: int, attributes: bytes, *, doing: str) -> int:
+    """Call bpf(2) and return its result; `doing` names the call in an error. Raises KernelRefusedError."""
     return _bpf_in_place(command, ctypes.create_string_buffer(attributes, len(attributes)), doing=doing)
 
 

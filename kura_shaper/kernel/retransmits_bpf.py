@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kura_shaper.kernel.bpf import _bpf as bpf
+from kura_shaper.kernel.bpf import bpf_call as bpf
 from kura_shaper.kernel.btf import read_btf
 from kura_shaper.kernel.descriptor import closing
 from kura_shaper.kernel.errors import NoPermissionError, NotThereError, UnsupportedError, refusal

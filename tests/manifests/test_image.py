@@ -12,6 +12,9 @@ from manifest_tools import DAEMONSET, ROOT, run, tool
 DOCKERFILE = (DAEMONSET / "Dockerfile").read_text()
 SCRIPTS = (
     "daemonset/break-glass.sh",
+    "scripts/install-prometheus",
+    "scripts/install-haproxy",
+    "scripts/kubernetes/install-apiserver",
     *(f"scripts/kubernetes/{name}" for name in ("install-helm", "install-checkers", "sync-monitoring")),
 )
 
@@ -26,7 +29,7 @@ def test_hadolint_finds_nothing() -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_shellcheck_finds_nothing(script: str) -> None:
-    run(tool("shellcheck"), ROOT / script)
+    run(tool("shellcheck"), "--external-sources", ROOT / script)
     assert os.access(ROOT / script, os.X_OK)
 
 
