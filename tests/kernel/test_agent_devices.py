@@ -243,6 +243,7 @@ def test_what_happens_on_other_devices_wakes_nobody(network: Network, running: A
     assert running.agent.view.wakes["tc"] == wakes
 
 
+@pytest.mark.case("F30")
 def test_an_agent_beside_a_root_of_somebody_elses_waits_until_it_is_gone(
     network: Network, files: Files, capabilities: Capabilities
 ) -> None:

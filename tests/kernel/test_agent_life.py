@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from kernel_agent import AgentProcess, AgentThread, Files, hearing, streaming, until
+from kernel_devices import delete_link, make_wire_again
 from kernel_trees import ACME, DOCUMENT, ZETA, differences, document, wanted
 
 from kura_shaper.haproxy.binary import cache_directory
@@ -76,6 +78,29 @@ def test_an_agent_that_comes_later_adopts_what_is_there_without_a_write(
     assert (after.classes, after.leaves, after.filters) == (before.classes, before.leaves, before.filters)
 
 
+@pytest.mark.case("F29")
+def test_after_a_reboot_it_begins_from_nothing_and_what_the_disk_says_of_before_is_no_matter(
+    network: Network, files: Files, cli: Cli
+) -> None:
+    """Case F29."""
+    with AgentProcess(files) as before:
+        before.ready()
+        assert before.stop() == 0
+    # What a boot leaves: a bare device with another index, and the journal of the boot before.
+    (journal,) = (files.directory / "state").glob("nic0.*.json")
+    journal.write_text(json.dumps(json.loads(journal.read_text()) | {"boot_id": "another"}))
+    delete_link("nic0")
+    make_wire_again(network)
+    with AgentProcess(files) as after:
+        after.ready()
+        assert (after.metric("installs_total"), after.metric("repairs_total")) == (1, 0)
+        assert {ACME, ZETA} <= network.read().classes.keys()
+        assert after.stop() == 0
+    removed = cli("uninstall", "--device", "nic0", "--state-dir", str(files.directory / "state"))
+    assert removed.status == 0
+    assert network.read().has_default_root
+
+
 @pytest.mark.parametrize("shape", ["single", "mq"])
 def test_promtool_finds_nothing_wrong_with_a_scrape(
     network: Network, files: Files, capabilities: Capabilities, shape: str
@@ -101,6 +126,7 @@ def test_promtool_finds_nothing_wrong_with_a_scrape(
 # The end.
 
 
+@pytest.mark.case("F37")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_with_0_and_changes_nothing(network: Network, files: Files, number: int) -> None:
     with streaming(network, *MARKS) as streams, AgentProcess(files) as running:

@@ -117,6 +117,7 @@ MARKS: list[tuple[str, int, Handle | None]] = [
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("mark", "named"), [row[1:] for row in MARKS], ids=[row[0] for row in MARKS])
 @pytest.mark.case("C8")
+@pytest.mark.case("F39")
 def test_a_mark_names_the_class(
     network: Network, spent: Callable[..., Any], family: socket.AddressFamily, mark: int, named: Handle | None
 ) -> None:
@@ -242,6 +243,7 @@ def test_segments_without_payload_from_a_gateway_port_are_the_gateways(
     assert more in {8 * first - len(options) * (first + last) for first in syn_acks for last in ended}
 
 
+@pytest.mark.case("F47")
 @only_bpf
 @headers
 @pytest.mark.parametrize("payload", [1, 4, 100, 1_000])

@@ -41,6 +41,7 @@ def test_promtool_takes_the_rules() -> None:
     run(tool("promtool"), "check", "rules", ALERTS / "rules.yaml")
 
 
+@pytest.mark.case("F44")
 def test_each_rule_fires_when_it_should_and_not_otherwise() -> None:
     done = promtool_test(ALERTS, *TEST_FILES)
     assert done.returncode == 0, done.stdout + done.stderr

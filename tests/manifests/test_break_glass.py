@@ -85,6 +85,7 @@ def apply(cli: Cli) -> Callable[[str], Ended]:
     return run
 
 
+@pytest.mark.case("F36")
 @pytest.mark.parametrize("shape", ["single", "mq"])
 def test_everything_of_ours_goes_and_an_agent_keeps_off(
     network: Network,

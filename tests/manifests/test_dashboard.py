@@ -102,6 +102,7 @@ def test_promtool_reads_every_expression(tmp_path: Path) -> None:
     run(tool("promtool"), "check", "rules", path)
 
 
+@pytest.mark.case("F48")
 def test_a_percentage_of_the_budget_is_of_the_device_itself() -> None:
     """Case F-48: the tree can't tell of what passes it by."""
     (panel,) = [each for each in CHARTS if each["title"] == "Fullest budget"]

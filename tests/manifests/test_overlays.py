@@ -115,6 +115,7 @@ def test_the_agent_takes_its_settings(overlay: str, tmp_path: Path) -> None:
         assert (settings.listen.host, settings.listen.port) == ("192.0.2.7", 9469)
 
 
+@pytest.mark.case("F49")
 def test_without_a_component_the_agent_is_heard_by_its_own_node_alone() -> None:
     """Case F-49."""
     settings = yaml.safe_load(the(manifests(kustomized("base")), "ConfigMap")["data"]["agent.yaml"])
@@ -122,6 +123,8 @@ def test_without_a_component_the_agent_is_heard_by_its_own_node_alone() -> None:
     assert "KURA_SHAPER_LISTEN" not in environment(the(manifests(kustomized("base")), "DaemonSet"))
 
 
+@pytest.mark.case("F51")
+@pytest.mark.case("F50")
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_a_port_that_is_open_is_kept_from_the_world(overlay: str) -> None:
     """Cases F-49, F-50, F-51."""

@@ -196,6 +196,7 @@ def test_what_can_not_be_read_is_absent_and_never_zero(view: AgentView, clock: F
     assert scrape.one("installs_total") == 0
 
 
+@pytest.mark.case("F45")
 def test_a_reading_shows_its_age(view: AgentView, clock: FakeClock) -> None:
     clock.wait_ns(3 * SECOND)
     scrape = Scrape(view, clock)

@@ -14,12 +14,13 @@ DEMANDED = [
     *(f"D{number}" for number in range(1, 17) if number != 15),
     *(f"E{number}" for number in range(1, 12) if number != 5),
     *(f"C{number}" for number in range(1, 12) if number != 9),
+    *(f"F{number}" for number in range(20, 56) if number not in (34, 53, 54)),
     *("G1", "G5", "G6", "G7"),
 ]
 _ROW = re.compile(r"\| ([A-G]\d+) \| [^|]+ \| (.+) \|")
 _TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
 # The marks of a test stand right above it, among its other decorators.
-_MARKED = re.compile(r"((?:^@.*\n(?:[ )\]].*\n)*)+)^def (test_\w+)\(", re.MULTILINE)
+_MARKED = re.compile(r"((?:^@.*\n(?:[ )\]].*\n)*)+)^(?:async )?def (test_\w+)\(", re.MULTILINE)
 _CASE = re.compile(r'mark\.case\("(\w+)"\)')
 
 

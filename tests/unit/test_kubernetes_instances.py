@@ -111,6 +111,7 @@ def test_tenants_are_sorted_by_class() -> None:
 # One account, several instances.
 
 
+@pytest.mark.case("F55")
 def test_instances_and_replicas_never_multiply_what_is_promised_and_the_largest_counts() -> None:
     made = compiled(
         instance("acme", 0x100, "a", replicas=3, egressGuaranteedMbps=25, podAnnotations={CEILING: "500M"}),

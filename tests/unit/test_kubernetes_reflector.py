@@ -231,6 +231,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.case("F23")
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("page", [1, 2])
 @in_a_loop

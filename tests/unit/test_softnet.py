@@ -33,6 +33,7 @@ LINUX_6_18 = f"""\
 """
 
 
+@pytest.mark.case("F46")
 @pytest.mark.parametrize(
     ("text", "dropped", "squeezed"),
     [

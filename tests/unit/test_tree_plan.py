@@ -108,12 +108,14 @@ def test_a_tenant_that_comes_touches_nobody_else() -> None:
     ]
 
 
+@pytest.mark.case("F20")
 def test_a_tenant_that_comes_has_its_filter_last() -> None:
     found = from_to(case(ACME, classifier=FW), case(ACME, BETA, classifier=FW))
     assert shape_of(found) == [("AddClass", "hitless"), ("SetLeaf", "hitless"), ("SetFilter", "hitless")]
     assert lines(found)[2] == "set filter prio 100 on 20:: fw mark 0x2b00000/0xffff0000 to 20:2b0"
 
 
+@pytest.mark.case("F20")
 def test_a_tenant_that_goes_loses_its_filter_first() -> None:
     found = from_to(case(ACME, BETA, classifier=FW), case(BETA, classifier=FW))
     assert shape_of(found) == [("DeleteFilter", "hitless"), ("DeleteClass", "leaf-loss")]
