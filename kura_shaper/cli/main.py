@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from kura_shaper import __version__
-from kura_shaper.cli import agent, balance, bench, gateway, lab, man, show, tenants, tree
+from kura_shaper.cli import agent, balance, bench, gateway, lab, man, show, tenants, top, tree
 from kura_shaper.errors import KuraShaperError, StateUnknownError, UsageError
 from kura_shaper.log import LogFormat, LogLevel, configure
 
@@ -28,6 +28,7 @@ app = typer.Typer(
 )
 agent.register(app)
 tree.register(app)
+top.register(app)
 balance.register(app)
 gateway.register(app)
 bench.register(app)
