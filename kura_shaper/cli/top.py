@@ -65,8 +65,9 @@ def top(
 ) -> None:
     """Show tenants by rate: floor, ceiling, what is borrowed, dropped and sent again; and the node's budget.
 
-    Live on a terminal, as plain lines elsewhere. Nothing is ever written to the kernel. --json takes two
-    readings and prints what happened between them. 1: no tree of ours, with --json, --once and --count.
+    Live on a terminal, as plain lines elsewhere. Nothing of the device is changed; while it runs, a program
+    in the kernel counts retransmits where privileges allow it. --json takes two readings and prints what
+    happened between them. 1: no tree of ours, with --json, --once and --count.
     """
     if as_json and (count or 1) > 1:
         raise UsageError("--json prints one object", remedy="leave out --count, or ask again and again")

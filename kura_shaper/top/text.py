@@ -71,11 +71,11 @@ def percent_text(permille: int | None) -> str:
 
 
 def seconds_text(duration_ns: int) -> str:
-    """Return a time in words' length: `40 ms`, `1.0 s`, `12 s`, `3 min`."""
+    """Return a time as people say it: `40 ms`, `1.0 s`, `12 s`, `3 min`."""
     if duration_ns < _SECOND_NS // 10:
         return f"{max(0, duration_ns) // 1_000_000} ms"
     if duration_ns < 10 * _SECOND_NS:
-        tenths = duration_ns * 10 // _SECOND_NS
+        tenths = _tenths(duration_ns, _SECOND_NS)
         return f"{tenths // 10}.{tenths % 10} s"
     seconds = duration_ns // _SECOND_NS
     return f"{seconds} s" if seconds < 120 else f"{seconds // 60} min"

@@ -1,4 +1,4 @@
-"""Looks at one device by its name, whatever becomes of it; nothing is ever written.
+"""Looks at one device by its name, whatever becomes of it; nothing of it is changed.
 
 A look is a dump of the tree, and at one moment the device's own counter and those of the root
 classes, so that what passes outside the tree can be told from what is under way.

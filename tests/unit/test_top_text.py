@@ -97,7 +97,7 @@ def test_limits_have_no_needless_digit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.004, "4 ms"), (0.25, "0.2 s"), (9.99, "9.9 s"), (63, "63 s"), (600, "10 min")]
+    ("seconds", "text"), [(0.004, "4 ms"), (0.24, "0.2 s"), (0.997, "1.0 s"), (63, "63 s"), (600, "10 min")]
 )
 def test_times_are_short(seconds: float, text: str) -> None:
     assert seconds_text(int(seconds * SECOND)) == text
