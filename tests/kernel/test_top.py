@@ -136,7 +136,8 @@ def test_lines_go_to_a_pipe_without_a_control_character(
     put(network, capabilities)
     command = [*TOP, f"--tenants={names}", "--interval=0.2", "--count=2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert done.stderr.count("kura-shaper: note: retransmits ") == done.stderr.count("\n") <= 1
     assert all(line.isascii() and line.isprintable() for line in done.stdout.splitlines())
     first, second = done.stdout.split("\n\n")[:2]
     assert [len(line) for line in first.splitlines()[2:]] == [len(line) for line in second.splitlines()[2:]]
@@ -171,13 +172,15 @@ def test_json_is_what_happened_between_two_readings(
     assert done.status == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["interval_ms"] > 0
-    assert found["retransmits_note"] == ""
+    # A kernel without BTF counts by its sockets, and one without sock_diag not at all.
+    is_counted = "can't be counted" not in found["retransmits_note"]
     assert found["unattributed_sent_bytes"] > 0
     first, second = found["tenants"]
     assert (first["tenant"], second["tenant"]) == ("acme", "zeta")
     assert 0 < first["bits_per_second"] <= CEILING * 1.05
     assert first["borrowed_share"] > 0.5
-    assert (second["bits_per_second"], second["borrowed_share"], second["retransmits"]) == (0, None, 0)
+    assert (second["bits_per_second"], second["borrowed_share"]) == (0, None)
+    assert second["retransmits"] == (0 if is_counted else None)
     assert found["bits_per_second"] >= first["bits_per_second"]
 
 
