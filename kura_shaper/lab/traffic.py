@@ -14,22 +14,22 @@ import json
 import os
 import signal
 import socket
-import ssl
 import struct
 import sys
 import threading
 import time
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import h2.config
-import h2.connection
-import h2.events
-import h2.exceptions
-import h2.settings
-import hyperframe.frame
-
 from kura_shaper.lab.servers import GRPC_READ_PATH, OBJECT_BYTES_HEADER
+from kura_shaper.probe import connection
+from kura_shaper.probe.failures import ClientError, Phase, Reason, translated
+from kura_shaper.probe.http1 import READ_BYTES, read_http1
+from kura_shaper.probe.http2 import quieten_frames, read_http2
+from kura_shaper.probe.request import Method, Request, grpc_message
+from kura_shaper.probe.target import Protocol
+from kura_shaper.probe.target import Security as Security
 from kura_shaper.units import Rate
 
 if TYPE_CHECKING:
@@ -37,12 +37,10 @@ if TYPE_CHECKING:
 
 FAILED_STATUS: Final = 1
 _CONNECT_TIMEOUT_S = 5.0
-# Longer than any pause that a working limit makes; a stream that waits so long counts as failed.
+# Longer than any pause that a working limit makes; a stream that waits so long counts as failed. With TLS it is the
+# measurement that finds nothing came: Python asks again where the kernel has given up.
 _STALL_TIMEOUT_S = 10
 _RETRY_PAUSE_S = 0.05
-_READ_BYTES = 2**20
-_WINDOW_BYTES = 2**30
-_MAX_HEAD_BYTES = 65_536
 _MAX_REASONS = 5
 
 
@@ -53,13 +51,6 @@ class Application(enum.Enum):
     HTTP2 = "http2"
     GRPC = "grpc"
     TCP = "tcp"
-
-
-class Security(enum.Enum):
-    """What it is spoken over."""
-
-    PLAIN = "plain"
-    TLS = "tls"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +163,9 @@ class _Progress:
 
 
 class _Meter:
-    """What one stream has read. Only its own thread writes to it, so no lock is in the way of the bytes."""
+    """What one stream has read: a Sink. Only its own thread writes to it, so no lock is in the way of the bytes."""
+
+    wants_more: Final = True
 
     def __init__(self, progress: _Progress) -> None:
         self.received_bytes = 0
@@ -186,16 +179,23 @@ class _Meter:
             self.first_byte_ms = round((time.monotonic() - self.started_s) * 1_000, 2)
             self._progress.note_first_byte()
 
+    def asked(self) -> None:
+        """The time runs from before the connection, so a request is nothing new."""
 
-class _StreamError(Exception):
-    """The other side answered something else than an object."""
+    def answered(self, status: int) -> None:
+        """It is what was expected, or the stream ends."""
+
+    def answered_grpc(self, status: int) -> None:
+        """The same."""
+
+    def ended(self) -> None:
+        """And the next one is asked for."""
 
 
 def main(arguments: list[str]) -> int:
     """Run the traffic that the arguments name; see the module."""
     spec = TrafficSpec.parse(arguments)
-    # h2 spells out each frame that it receives for a trace that nobody reads: 40 % of this process's time.
-    hyperframe.frame.DataFrame.__repr__ = object.__repr__  # type: ignore[method-assign]
+    quieten_frames()
     # Blocked before any thread starts, so that it waits for the one place that looks for it.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     progress = _Progress(spec.streams)
@@ -230,120 +230,62 @@ def _say(event: str, **values: object) -> None:
 
 
 def _keep_reading(spec: TrafficSpec, progress: _Progress, *, meters: Sequence[_Meter]) -> None:
-    read = {Application.HTTP1: _read_http1, Application.TCP: _read_tcp}.get(spec.application, _read_http2)
     for meter in meters:
         meter.started_s = time.monotonic()
     while True:
         try:
             with _connect(spec) as peer:
-                read(peer, spec, meters=meters)
-        except (OSError, h2.exceptions.ProtocolError, _StreamError) as error:
-            progress.note_failure(f"{type(error).__name__}: {error}"[:200])
+                _read(peer, spec, meters=meters)
+        except (OSError, ClientError) as error:
+            progress.note_failure(str(error))
         time.sleep(_RETRY_PAUSE_S)
 
 
 def _connect(spec: TrafficSpec) -> socket.socket:
-    peer = socket.create_connection((spec.address, spec.port), timeout=_CONNECT_TIMEOUT_S)
-    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    family = socket.AF_INET6 if ":" in spec.address else socket.AF_INET
+    where = connection.Address(family, (spec.address, spec.port))
+    peer, _ = connection.connect([where], timeout_s=_CONNECT_TIMEOUT_S)
     if spec.security is Security.TLS:
-        context = ssl.create_default_context(cafile=spec.ca_file or None)
-        is_http2 = spec.application in (Application.HTTP2, Application.GRPC)
-        context.set_alpn_protocols(["h2"] if is_http2 else ["http/1.1"])
-        secure = context.wrap_socket(peer, server_hostname=spec.sni or spec.authority)
-        if is_http2 and secure.selected_alpn_protocol() != "h2":
-            raise _StreamError("the other side does not speak HTTP/2")
+        alpn = Protocol(spec.application.value).alpn
+        trust = connection.trust(Path(spec.ca_file) if spec.ca_file else None, alpn)
+        secure = connection.secure(peer, trust, spec.sni or spec.authority)
+        connection.shake_hands(secure)
+        connection.require_alpn(secure, alpn)
         peer = secure
     # The kernel's own timeouts: a socket with Python's is not blocking, and costs a poll for each read.
-    peer.settimeout(None)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         peer.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", _STALL_TIMEOUT_S, 0))
     return peer
 
 
-def _receive(peer: socket.socket, into: memoryview) -> int:
-    size_bytes = peer.recv_into(into)
-    if not size_bytes:
-        raise _StreamError("the other side closed the connection")
-    return size_bytes
+def _read(peer: socket.socket, spec: TrafficSpec, *, meters: Sequence[_Meter]) -> None:
+    match spec.application:
+        case Application.TCP:
+            _read_tcp(peer, meters[0])
+        case Application.HTTP1:
+            read_http1(peer, _request(spec), meters[0])
+        case Application.HTTP2 | Application.GRPC:
+            read_http2(peer, _request(spec), meters)
 
 
-def _read_tcp(peer: socket.socket, _spec: TrafficSpec, *, meters: Sequence[_Meter]) -> None:
-    buffer = memoryview(bytearray(_READ_BYTES))
-    while True:
-        meters[0].take(_receive(peer, buffer))
-
-
-def _read_http1(peer: socket.socket, spec: TrafficSpec, *, meters: Sequence[_Meter]) -> None:
-    meter = meters[0]
-    buffer = memoryview(bytearray(_READ_BYTES))
-    request = f"GET /object/{spec.object_bytes} HTTP/1.1\r\nhost: {spec.authority}\r\n\r\n".encode()
-    while True:
-        peer.sendall(request)
-        body_bytes, left_bytes = _read_head(peer, buffer)
-        meter.take(body_bytes)
-        while left_bytes > 0:
-            size_bytes = _receive(peer, buffer[:left_bytes])
+def _read_tcp(peer: socket.socket, meter: _Meter) -> None:
+    buffer = memoryview(bytearray(READ_BYTES))
+    with translated(Phase.READING):
+        while size_bytes := peer.recv_into(buffer):
             meter.take(size_bytes)
-            left_bytes -= size_bytes
+    raise ClientError(Reason.RESET, "the other side closed the connection")
 
 
-def _read_head(peer: socket.socket, buffer: memoryview) -> tuple[int, int]:
-    """Read a response's head; return how much of the body came with it, and how much is left."""
-    filled_bytes, end = 0, -1
-    while end < 0:
-        if filled_bytes >= _MAX_HEAD_BYTES:
-            raise _StreamError("the head of the response is too long")
-        filled_bytes += _receive(peer, buffer[filled_bytes:_MAX_HEAD_BYTES])
-        end = bytes(buffer[:filled_bytes]).find(b"\r\n\r\n")
-    status, *lines = bytes(buffer[:end]).decode("latin-1").lower().split("\r\n")
-    lengths = [line.partition(":")[2].strip() for line in lines if line.startswith("content-length:")]
-    if status.split()[1:2] != ["200"] or not lengths:
-        raise _StreamError(f"answer {status!r}")
-    body_bytes = filled_bytes - end - 4
-    return body_bytes, int(lengths[0]) - body_bytes
-
-
-def _read_http2(peer: socket.socket, spec: TrafficSpec, *, meters: Sequence[_Meter]) -> None:
-    connection = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
-    connection.initiate_connection()
-    connection.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: _WINDOW_BYTES})
-    connection.increment_flow_control_window(_WINDOW_BYTES)
-    reading = {_request(connection, spec): meter for meter in meters}
-    buffer = memoryview(bytearray(_READ_BYTES))
-    while True:
-        if out := connection.data_to_send():
-            peer.sendall(out)
-        for event in connection.receive_data(bytes(buffer[: _receive(peer, buffer)])):
-            if isinstance(event, h2.events.DataReceived):
-                reading[event.stream_id].take(len(event.data))
-                connection.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
-            elif isinstance(event, h2.events.StreamEnded):
-                reading[_request(connection, spec)] = reading.pop(event.stream_id)
-            else:
-                _refuse_failure(event)
-
-
-def _request(connection: h2.connection.H2Connection, spec: TrafficSpec) -> int:
-    stream = connection.get_next_available_stream_id()
-    head = [(":scheme", "https" if spec.security is Security.TLS else "http"), (":authority", spec.authority)]
-    if spec.application is Application.GRPC:
-        head += [(":method", "POST"), (":path", GRPC_READ_PATH), ("content-type", "application/grpc")]
-        head += [("te", "trailers"), (OBJECT_BYTES_HEADER, str(spec.object_bytes))]
-        connection.send_headers(stream, head)
-        connection.send_data(stream, b"\0\0\0\0\0", end_stream=True)
-    else:
-        head += [(":method", "GET"), (":path", f"/object/{spec.object_bytes}")]
-        connection.send_headers(stream, head, end_stream=True)
-    return stream
-
-
-def _refuse_failure(event: h2.events.Event) -> None:
-    if isinstance(event, h2.events.ResponseReceived | h2.events.TrailersReceived):
-        headers = {os.fsdecode(name): os.fsdecode(value) for name, value in event.headers}
-        if headers.get(":status", "200") != "200" or headers.get("grpc-status", "0") != "0":
-            raise _StreamError(f"answer {headers.get(':status', '')} grpc-status {headers.get('grpc-status', '-')}")
-    elif isinstance(event, h2.events.StreamReset | h2.events.ConnectionTerminated):
-        raise _StreamError(f"{type(event).__name__} {event.error_code}")
+def _request(spec: TrafficSpec) -> Request:
+    is_grpc = spec.application is Application.GRPC
+    return Request(
+        authority=spec.authority,
+        path=GRPC_READ_PATH if is_grpc else f"/object/{spec.object_bytes}",
+        scheme="https" if spec.security is Security.TLS else "http",
+        method=Method.GRPC if is_grpc else Method.GET,
+        headers=((OBJECT_BYTES_HEADER, str(spec.object_bytes)),) if is_grpc else (),
+        body=grpc_message("") if is_grpc else b"",
+    )
 
 
 if __name__ == "__main__":

@@ -4,15 +4,15 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
 from kura_shaper.lab import servers, traffic
 from kura_shaper.lab.servers import ServerSpec, object_size_bytes
 from kura_shaper.lab.traffic import Application, Security, TrafficResult, TrafficSpec
+from kura_shaper.probe.failures import ClientError
 from kura_shaper.units import Rate
 
 OBJECT_BYTES = 3_000_017
@@ -47,19 +47,13 @@ def server_end() -> Iterator[socket.socket]:
     assert not serve.is_alive()
 
 
-class Read(Protocol):
-    """One of the client's readers."""
-
-    def __call__(self, peer: socket.socket, spec: TrafficSpec, /, *, meters: Sequence[traffic._Meter]) -> None: ...
-
-
-def read_until(peer: socket.socket, read: Read, wanted: TrafficSpec, *, size_bytes: int) -> traffic._Progress:
+def read_until(peer: socket.socket, wanted: TrafficSpec, *, size_bytes: int) -> traffic._Progress:
     """Run a client until it has so many bytes, then cut its connection."""
     progress = traffic._Progress(wanted.streams)
 
     def run() -> None:
-        with pytest.raises((OSError, traffic._StreamError)):
-            read(peer, wanted, meters=progress.meters)
+        with pytest.raises((OSError, ClientError)):
+            traffic._read(peer, wanted, meters=progress.meters)
 
     client = threading.Thread(target=run)
     client.start()
@@ -71,17 +65,10 @@ def read_until(peer: socket.socket, read: Read, wanted: TrafficSpec, *, size_byt
     return progress
 
 
-READERS: dict[Application, Read] = {
-    Application.HTTP1: traffic._read_http1,
-    Application.HTTP2: traffic._read_http2,
-    Application.GRPC: traffic._read_http2,
-}
-
-
-@pytest.mark.parametrize("application", READERS)
+@pytest.mark.parametrize("application", [Application.HTTP1, Application.HTTP2, Application.GRPC])
 def test_one_object_after_the_other_arrives(application: Application, server_end: socket.socket) -> None:
     wanted = spec(application)
-    progress = read_until(server_end, READERS[application], wanted, size_bytes=3 * OBJECT_BYTES)
+    progress = read_until(server_end, wanted, size_bytes=3 * OBJECT_BYTES)
     assert progress.received_bytes >= 3 * OBJECT_BYTES
     assert progress.failures == 0
     assert progress.all_flow.is_set()
@@ -90,7 +77,7 @@ def test_one_object_after_the_other_arrives(application: Application, server_end
 @pytest.mark.parametrize("application", [Application.HTTP2, Application.GRPC])
 def test_streams_of_one_connection_all_flow(application: Application, server_end: socket.socket) -> None:
     wanted = spec(application, streams=8, object_bytes=400_000)
-    progress = read_until(server_end, traffic._read_http2, wanted, size_bytes=8 * 1_000_000)
+    progress = read_until(server_end, wanted, size_bytes=8 * 1_000_000)
     shares = [meter.received_bytes for meter in progress.meters]
     assert min(shares) > 0.3 * max(shares)
 
@@ -141,10 +128,10 @@ def test_a_size_out_of_range_is_no_size() -> None:
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (b"HTTP/1.1 421 Misdirected Request\r\ncontent-length: 0\r\n\r\n", "421 misdirected"),
-        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", "200 ok"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nab", "closed"),
-        (b"x" * 70_000, "too long"),
+        (b"HTTP/1.1 421 Misdirected Request\r\ncontent-length: 0\r\n\r\n", "status 421"),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", "before the last chunk"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nab", "closed the connection after 2 of 5"),
+        (b"HTTP/1.1 200 " + b"x" * 70_000, "no end"),
     ],
 )
 def test_a_client_counts_an_answer_that_is_no_object_as_a_failure(answer: bytes, reason: str) -> None:
@@ -158,8 +145,8 @@ def test_a_client_counts_an_answer_that_is_no_object_as_a_failure(answer: bytes,
         sender = threading.Thread(target=send)
         sender.start()
         meters = traffic._Progress(1).meters
-        with pytest.raises(traffic._StreamError, match=reason):
-            traffic._read_http1(ours, spec(Application.HTTP1), meters=meters)
+        with pytest.raises(ClientError, match=reason):
+            traffic._read(ours, spec(Application.HTTP1), meters=meters)
         sender.join(timeout=10)
 
 
