@@ -8,6 +8,7 @@ the end comes, and nothing of what was sent is kept.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from kura_shaper.probe.progress import Meter
     from kura_shaper.probe.target import Target
 
+_LOG = logging.getLogger("kura_shaper.probe")
 _SECOND_NS = 1_000_000_000
 _TICK_S = 0.02
 _JOIN_S = 0.5
@@ -48,17 +50,15 @@ def measure(
 ) -> Measured:
     """Return what came of one measurement. It raises nothing: what went wrong is in the result.
 
-    It takes at most five times the load's timeout and its duration; less when `cancelled` is set meanwhile.
+    It takes at most nine times the load's timeout and its duration; less when `cancelled` is set meanwhile.
     """
     cancelled = cancelled or threading.Event()
-    began_ns = clock.now_ns()
     try:
-        way = _prepare(target, load, resolver)
+        way = _prepare(target, load, resolver=resolver, clock=clock)
     except UsageError as error:
         return Measured(target=target, failures=(Failure(Reason.LOCAL, str(error)),))
     except ClientError as error:
         return Measured(target=target, failures=(error.failure,))
-    resolve_ns = clock.now_ns() - began_ns
     runs: list[_Run] = []
     if target.small:
         # One object, whole, and soon.
@@ -70,7 +70,7 @@ def measure(
     if not any(run.failures for run in runs) and not cancelled.is_set() and (target.large or not target.small):
         runs.append(_Run(way, target.large, load=load, clock=clock))
         runs[-1].run(cancelled)
-    return replace(_combined(target, runs), resolve_ns=resolve_ns)
+    return replace(_combined(target, runs), resolve_ns=way.resolve_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,7 @@ class _Way:
 
     target: Target
     addresses: tuple[connection.Address, ...]
+    resolve_ns: int
     trust: ssl.SSLContext | None
     headers: tuple[tuple[str, str], ...]
 
@@ -96,13 +97,14 @@ class _Way:
         )
 
 
-def _prepare(target: Target, load: Load, resolver: connection.Resolver) -> _Way:
+def _prepare(target: Target, load: Load, *, resolver: connection.Resolver, clock: Clock) -> _Way:
     headers = headers_of(target)
     trust = connection.trust(target.ca_file, target.protocol.alpn) if target.security is Security.TLS else None
     goes_to = target.connect_to
     host, port = (goes_to.host, goes_to.port) if goes_to else (target.host, target.port)
-    timeout_s = load.timeout_ns / _SECOND_NS
-    return _Way(target, resolver.addresses(host, port, family=target.family, timeout_s=timeout_s), trust, headers)
+    began_ns = clock.now_ns()
+    addresses = resolver.addresses(host, port, family=target.family, timeout_s=load.timeout_ns / _SECOND_NS)
+    return _Way(target, addresses, clock.now_ns() - began_ns, trust, headers)
 
 
 class _Run:
@@ -204,7 +206,7 @@ class _Line:
         if self._phase is not Phase.READING:
             return
         for meter in self._meters:
-            if not meter.is_over and now_ns - (meter.last_ns or self._since_ns) > self._timeout_ns:
+            if not meter.is_over and now_ns - max(meter.last_ns, self._since_ns) > self._timeout_ns:
                 words = f"no byte for {limit}" if meter.flows else f"no byte of an answer within {limit}"
                 meter.finish(Failure(Reason.STALL if meter.flows else Reason.TIMEOUT, words))
         if all(meter.is_over for meter in self._meters):
@@ -217,8 +219,10 @@ class _Line:
                 self._connect_and_read()
         except ClientError as error:
             failure = error.failure
-        except MemoryError:
-            failure = Failure(Reason.LOCAL, "this machine could not try: no memory")
+        except Exception as error:
+            # Whoever waits for these streams must hear of their end.
+            _LOG.exception("stream_failed")
+            failure = Failure(Reason.LOCAL, f"a fault of the probe itself, see its log: {type(error).__name__}")
         with self._lock:
             failure = self._cut_for if self._is_cut else failure
         for meter in self._meters:
@@ -287,7 +291,8 @@ def _combined(target: Target, runs: Sequence[_Run]) -> Measured:
         return Measured(target=target)
     first, last = runs[0], runs[-1]
     statuses = [meter for run in reversed(runs) for meter in run.progress.meters if meter.status is not None]
-    rate, window_ns, busy_percent = last.progress.rate() if last is not first or target.large else (None, 0, 0)
+    reads_large = last is not first or not target.small
+    rate, window_ns, busy_percent = last.progress.rate() if reads_large else (None, 0, 0)
     first_bytes = [meter.first_byte_ns for meter in first.progress.meters]
     all_first_bytes = [meter.first_byte_ns for run in runs for meter in run.progress.meters]
     lines = [line for run in runs for line in run.lines]

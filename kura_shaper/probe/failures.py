@@ -95,7 +95,7 @@ def translated(phase: Phase) -> Iterator[None]:
     try:
         yield
     except h2.exceptions.ProtocolError as error:
-        words = str(error) or type(error).__name__
+        words = f"{type(error).__name__} {error}".strip()
         raise ClientError(Reason.PROTOCOL, f"breaks the rules of HTTP/2: {words}") from error
     except socket.gaierror as error:
         raise ClientError(Reason.DNS, error.strerror or "the name can't be resolved") from error

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import h2.config
 import h2.connection
 import h2.errors
 import h2.events
+import h2.exceptions
+import h2.frame_buffer
 import h2.settings
 import hyperframe.frame
 
@@ -27,6 +30,7 @@ _READ_BYTES = 65_536
 # Nothing is kept of what comes, so the other side may send as much as it likes.
 _WINDOW_BYTES = 2**30
 _HEAD_BYTES_MAX = 65_536
+_FRAME_HEAD_BYTES = 9
 _NO_ERROR = h2.errors.ErrorCodes.NO_ERROR
 
 
@@ -47,6 +51,20 @@ def read_http2(peer: socket.socket, request: Request, sinks: Sequence[Sink]) -> 
         _Session(peer, request).run(sinks)
 
 
+class _Frames(h2.frame_buffer.FrameBuffer):
+    """Frames as they come. h2 waits for the whole of one before it looks whether it may be that long."""
+
+    _has_begun = False
+
+    def __next__(self) -> hyperframe.frame.Frame:
+        if len(self._data) >= _FRAME_HEAD_BYTES:
+            if not self._has_begun and self._data[3] != hyperframe.frame.SettingsFrame.type:
+                raise h2.exceptions.ProtocolError("the answer is no HTTP/2")
+            self._has_begun = True
+            self._validate_frame_length(int.from_bytes(self._data[:3], "big"))
+        return super().__next__()
+
+
 class _Connection(h2.connection.H2Connection):
     """h2 takes every GOAWAY for the end. One without an error lets go on what is open (RFC 9113, 6.8)."""
 
@@ -65,7 +83,8 @@ class _Session:
 
     def __init__(self, peer: socket.socket, request: Request) -> None:
         self._peer, self._request = peer, request
-        self._h2 = _Connection(h2.config.H2Configuration(header_encoding="utf-8"))
+        self._h2 = _Connection(h2.config.H2Configuration(header_encoding=None))
+        self._h2.incoming_buffer = _Frames()
         codes = h2.settings.SettingCodes
         settings = {
             codes.ENABLE_PUSH: 0,
@@ -135,9 +154,10 @@ class _Session:
             return
         sink.take(size_bytes)
         if not sink.wants_more:
-            # It has had enough in the middle of an object; the others go on.
+            # It has had enough, most often in the middle of an object; the others go on.
             del self._streams[stream]
-            self._h2.reset_stream(stream, h2.errors.ErrorCodes.CANCEL)
+            with suppress(h2.exceptions.StreamClosedError):
+                self._h2.reset_stream(stream, h2.errors.ErrorCodes.CANCEL)
 
     def _end(self, stream: int) -> Sink | None:
         sink = self._streams.pop(stream, None)
