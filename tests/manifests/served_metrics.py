@@ -1,4 +1,4 @@
-"""What the agent and the gateway's watch serve, and what a PromQL expression asks of them."""
+"""What the agent, the gateway's watch and the probe serve, and what a PromQL expression asks of them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from agent_rig import scraped
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kura_shaper.clock import SystemClock
+from kura_shaper.clock import FakeClock, SystemClock
 from kura_shaper.haproxy.metrics import WatchMetrics
 from kura_shaper.haproxy.watch import WatchState
+from kura_shaper.probe.metrics import ProbeMetrics
+from kura_shaper.probe.service import ProbeService
+from kura_shaper.probe.target import Load, Measured, Target
+from kura_shaper.probe.task import Task
+from kura_shaper.units import Rate
 
 # What Prometheus makes itself, and the labels that it or a scrape's relabelling puts on every series.
 OWN_SERIES = {"ALERTS", "up"}
@@ -44,11 +49,36 @@ class Asked:
 
 @functools.cache
 def served() -> dict[str, set[str]]:
-    """Return every series that a real agent and the watch serve, with its labels."""
+    """Return every series that a real agent, the watch and the probe serve, with its labels."""
     registry = CollectorRegistry(auto_describe=False)
     state = WatchState(source_valid=True, in_step=True, source_read_ns=1, last_good_ns=1, generation="1")
     registry.register(WatchMetrics(state, cast("Any", _Master()), SystemClock()))
+    registry.register(ProbeMetrics(_probe()))
     return series_of(generate_latest(registry).decode()) | series_of(scraped())
+
+
+def _probe() -> ProbeService:
+    """Return a probe that knows all of its target."""
+    target = Target(name="t", host="a.test", min_rate=Rate(1))
+    known = Measured(
+        target=target,
+        spoken="h2",
+        status=200,
+        grpc_status=0,
+        resolve_ns=1,
+        connect_ns=1,
+        handshake_ns=1,
+        first_byte_ns=1,
+        certificate_ends_at_s=1,
+        rate=Rate(1),
+    )
+    clock = FakeClock(1)
+    service = ProbeService([Task(target, Load())], lambda *_: known, interval_ns=1, clock=clock)
+    service.step()
+    thread = service.watched[0].thread
+    assert thread is not None
+    thread.join()
+    return service
 
 
 def series_of(text: str) -> dict[str, set[str]]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ALERTS = DAEMONSET / "alerts"
 RULES = yaml.safe_load((ALERTS / "rules.yaml").read_text())
-TEST_FILES = ("rules.test.yaml", "rules.day.test.yaml")
+TEST_FILES = ("rules.test.yaml", "rules.day.test.yaml", "rules.probe.test.yaml")
 ALL = [rule for group in RULES["groups"] for rule in group["rules"]]
 BY_NAME = {rule["alert"]: rule for rule in ALL}
 
