@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kura_shaper.lab.servers import GRPC_READ_PATH, OBJECT_BYTES_HEADER
 from kura_shaper.probe import connection
 from kura_shaper.probe.failures import ClientError, Phase, Reason, translated
-from kura_shaper.probe.http1 import READ_BYTES, read_http1
+from kura_shaper.probe.http1 import read_http1
 from kura_shaper.probe.http2 import quieten_frames, read_http2
 from kura_shaper.probe.request import Method, Request, grpc_message
 from kura_shaper.probe.target import Protocol
@@ -41,6 +41,7 @@ _CONNECT_TIMEOUT_S = 5.0
 # measurement that finds nothing came: Python asks again where the kernel has given up.
 _STALL_TIMEOUT_S = 10
 _RETRY_PAUSE_S = 0.05
+_READ_BYTES = 2**20
 _MAX_REASONS = 5
 
 
@@ -191,6 +192,10 @@ class _Meter:
     def ended(self) -> None:
         """And the next one is asked for."""
 
+    def failed(self, error: ClientError) -> None:
+        """Its connection is tried again, whoever else is on it."""
+        raise error
+
 
 def main(arguments: list[str]) -> int:
     """Run the traffic that the arguments name; see the module."""
@@ -263,13 +268,13 @@ def _read(peer: socket.socket, spec: TrafficSpec, *, meters: Sequence[_Meter]) -
         case Application.TCP:
             _read_tcp(peer, meters[0])
         case Application.HTTP1:
-            read_http1(peer, _request(spec), meters[0])
+            read_http1(peer, _request(spec), meters[0], read_bytes=_READ_BYTES)
         case Application.HTTP2 | Application.GRPC:
             read_http2(peer, _request(spec), meters)
 
 
 def _read_tcp(peer: socket.socket, meter: _Meter) -> None:
-    buffer = memoryview(bytearray(READ_BYTES))
+    buffer = memoryview(bytearray(_READ_BYTES))
     with translated(Phase.READING):
         while size_bytes := peer.recv_into(buffer):
             meter.take(size_bytes)

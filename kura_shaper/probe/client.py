@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
+import time
 from dataclasses import dataclass, replace
 from statistics import median_low
 from typing import TYPE_CHECKING
@@ -140,8 +140,10 @@ class _Run:
             self.is_unfinished = not progress.is_over
             for line in self.lines:
                 line.cut()
+            # All of them are at their end but for one that still connects, which has its own.
+            patience_s = time.monotonic() + _JOIN_S
             for line in self.lines:
-                line.join()
+                line.join(max(patience_s - time.monotonic(), 0))
 
     def fail(self, reason: Reason, detail: str) -> None:
         """Add what went wrong with all of it."""
@@ -149,11 +151,13 @@ class _Run:
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """Why streams failed, each reason once."""
-        failed = [meter.failure for meter in self.progress.meters if meter.failure]
-        return tuple(replace(failure, count=count) for failure, count in Counter(failed).items()) + tuple(
-            self._more_failures
-        )
+        """Why streams failed, each reason once, in the words of the first."""
+        found: dict[Reason, Failure] = {}
+        for failure in (*(meter.failure for meter in self.progress.meters), *self._more_failures):
+            if failure is not None:
+                before = found.get(failure.reason)
+                found[failure.reason] = replace(before, count=before.count + 1) if before else failure
+        return tuple(found.values())
 
     def _is_time_over(self) -> bool:
         progress, now_ns = self.progress, self._clock.now_ns()
@@ -185,9 +189,9 @@ class _Line:
     def start(self) -> None:
         self._thread.start()
 
-    def join(self) -> None:
+    def join(self, timeout_s: float) -> None:
         if self._thread.ident is not None:
-            self._thread.join(_JOIN_S)
+            self._thread.join(timeout_s)
 
     def cut(self, failure: Failure | None = None) -> None:
         """End the connection, for a reason or because it is time."""

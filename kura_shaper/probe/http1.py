@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from kura_shaper.probe.request import Request
 
-READ_BYTES: Final = 2**20
+# Each stream has so much; over TLS no read fills more than a record of 16 KiB of it.
+_READ_BYTES: Final = 2**17
 _HEAD_BYTES_MAX = 65_536
 _CHUNK_LINE_BYTES_MAX = 4_096
 _INTERIM_MAX = 16
@@ -54,13 +55,17 @@ class Sink(Protocol):
         """The object is whole."""
         ...
 
+    def failed(self, error: ClientError) -> None:
+        """This stream alone has failed; others on its connection go on."""
+        ...
 
-def read_http1(peer: socket.socket, request: Request, sink: Sink) -> None:
-    """Ask for one object after the other. Raises ClientError.
+
+def read_http1(peer: socket.socket, request: Request, sink: Sink, *, read_bytes: int = _READ_BYTES) -> None:
+    """Ask for one object after the other, reading so much at a time. Raises ClientError.
 
     Returns when the sink wants no more, or when the other side wants another connection for it.
     """
-    buffer = memoryview(bytearray(READ_BYTES))
+    buffer = memoryview(bytearray(read_bytes))
     question = request.http1()
     with translated(Phase.READING):
         while sink.wants_more:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import h2.config
@@ -20,7 +20,7 @@ from kura_shaper.probe.request import Method
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from kura_shaper.probe.http1 import Sink
     from kura_shaper.probe.request import Request
@@ -140,13 +140,25 @@ class _Session:
         elif isinstance(event, h2.events.StreamEnded):
             return self._end(event.stream_id)
         elif isinstance(event, h2.events.ResponseReceived | h2.events.TrailersReceived):
-            self._take_head(event)
+            with self._alone(event.stream_id):
+                self._take_head(event)
         elif isinstance(event, h2.events.StreamReset):
-            if event.stream_id in self._streams:
+            with self._alone(event.stream_id):
                 raise ClientError(Reason.RESET, f"reset the stream: {_name(event.error_code)}")
         elif isinstance(event, h2.events.ConnectionTerminated):
             self._leave(event)
         return None
+
+    @contextmanager
+    def _alone(self, stream: int) -> Iterator[None]:
+        """What fails in the block is this stream, and not the connection that others are on."""
+        try:
+            yield
+        except ClientError as error:
+            sink = self._streams.get(stream)
+            self._drop(stream)
+            if sink is not None:
+                sink.failed(error)
 
     def _take(self, stream: int, size_bytes: int) -> None:
         sink = self._streams.get(stream)
@@ -154,18 +166,23 @@ class _Session:
             return
         sink.take(size_bytes)
         if not sink.wants_more:
-            # It has had enough, most often in the middle of an object; the others go on.
-            del self._streams[stream]
+            # It has had enough, most often in the middle of an object.
+            self._drop(stream)
+
+    def _drop(self, stream: int) -> None:
+        if self._streams.pop(stream, None) is not None:
             with suppress(h2.exceptions.StreamClosedError):
                 self._h2.reset_stream(stream, h2.errors.ErrorCodes.CANCEL)
 
     def _end(self, stream: int) -> Sink | None:
-        sink = self._streams.pop(stream, None)
+        sink = self._streams.get(stream)
         if sink is None:
             return None
-        if stream in self._without_grpc_status:
-            raise ClientError(Reason.PROTOCOL, "breaks the rules of gRPC: an end without a status")
-        sink.ended()
+        with self._alone(stream):
+            if stream in self._without_grpc_status:
+                raise ClientError(Reason.PROTOCOL, "breaks the rules of gRPC: an end without a status")
+            sink.ended()
+            del self._streams[stream]
         return sink if sink.wants_more else None
 
     def _take_head(self, event: h2.events.ResponseReceived | h2.events.TrailersReceived) -> None:

@@ -168,6 +168,10 @@ class Meter:
         elif not self._object_bytes:
             raise ClientError(Reason.PROTOCOL, "the object is empty, so no rate can be measured")
 
+    def failed(self, error: ClientError) -> None:
+        """See Sink."""
+        self.finish(error.failure)
+
     def finish(self, failure: Failure | None = None) -> None:
         """It is over, for a reason or for none. What it was over for stays."""
         if self.is_over:

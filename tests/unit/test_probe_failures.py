@@ -239,6 +239,31 @@ def test_http2_that_is_ended_is_reset(handle: Callable[[H2Peer], object], words:
         the_failure(measured(target_of(served, Protocol.HTTP2)), Reason.RESET, words)
 
 
+def test_one_stream_that_fails_is_one_failure() -> None:
+    def speak(peer: H2Peer) -> None:
+        refused, fine = (peer.next_request()[0] for _ in range(2))
+        peer.h2.reset_stream(refused, h2.errors.ErrorCodes.REFUSED_STREAM)
+        peer.answer(fine, bytes(1_000))
+
+    with serving(h2_server(speak), server_context("h2")) as served:
+        result = measured(target_of(served, Protocol.HTTP2), streams=2)
+    the_failure(result, Reason.RESET, "REFUSED_STREAM")
+    assert (result.failures[0].count, result.received_bytes) == (1, 1_000)
+
+
+def test_failures_of_one_kind_are_told_once() -> None:
+    lengths = iter(range(100, 200))
+
+    def handle(peer: socket.socket) -> None:
+        read_request(peer)
+        peer.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\nab" % next(lengths))
+
+    with serving(handle, server_context()) as served:
+        result = measured(target_of(served), streams=5)
+    the_failure(result, Reason.RESET, "closed the connection after 2 of 10")
+    assert result.failures[0].count == 5
+
+
 def silent_after(clock: FakeClock, answer: bytes) -> Callable[[socket.socket], None]:
     """Send something, and then nothing: the clock goes on a little whenever the client has not left meanwhile."""
 
