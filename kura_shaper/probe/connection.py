@@ -115,8 +115,9 @@ def trust(ca_file: Path | None, alpn: Sequence[str]) -> ssl.SSLContext:
 
 
 def secure(peer: socket.socket, context: ssl.SSLContext, name: str) -> ssl.SSLSocket:
-    """Return the connection with TLS begun, and no byte of it exchanged; it has the socket now."""
-    return context.wrap_socket(peer, server_hostname=name, do_handshake_on_connect=False)
+    """Return the connection with TLS begun, and no byte of it exchanged; it has the socket now. Raises ClientError."""
+    with translated(Phase.SECURING):
+        return context.wrap_socket(peer, server_hostname=name, do_handshake_on_connect=False)
 
 
 def shake_hands(peer: ssl.SSLSocket) -> None:

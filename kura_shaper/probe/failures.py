@@ -118,6 +118,9 @@ def _of_system(error: OSError, phase: Phase) -> ClientError:
         return ClientError(Reason.LOCAL, f"this machine could not try: {words}")
     if error.errno in _FORBIDDEN:
         return ClientError(Reason.REFUSED, f"this machine does not let the probe connect: {words}")
+    if phase is Phase.CONNECTING and isinstance(error, ConnectionResetError):
+        # It was up, and gone before connect() had looked; a moment later it would be told of the next phase.
+        phase = Phase.SECURING
     match phase:
         case Phase.CONNECTING:
             return ClientError(Reason.CONNECT, "no answer in time" if isinstance(error, TimeoutError) else words)

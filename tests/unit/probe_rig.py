@@ -193,6 +193,13 @@ class H2Peer:
         stream = self._whole.pop(0)
         return stream, self._heads.pop(stream)
 
+    def resets(self) -> list[int]:
+        """Wait for what comes next, and return the streams that it ends."""
+        data = self.peer.recv(65_536)
+        if not data:
+            raise ConnectionResetError
+        return [each.stream_id for each in self.h2.receive_data(data) if isinstance(each, h2.events.StreamReset)]
+
     def answer(self, stream: int, body: bytes = b"x", *, status: str = "200", **fields: str) -> None:
         """Answer a request whole."""
         self.h2.send_headers(stream, [(":status", status), *fields.items()])

@@ -141,6 +141,36 @@ def test_streams_share_http2_connections_and_all_flow() -> None:
     assert result.received_bytes == 6 * 50_000
 
 
+def test_a_stream_that_has_enough_is_called_off_and_the_others_go_on() -> None:
+    called_off: list[int] = []
+
+    def speak(peer: H2Peer) -> None:
+        first, second = (peer.next_request()[0] for _ in range(2))
+        for stream in (first, second):
+            peer.h2.send_headers(stream, [(":status", "200")])
+        peer.h2.send_data(first, bytes(5_000))
+        peer.send()
+        while not called_off:
+            called_off.extend(peer.resets())
+        peer.h2.send_data(second, bytes(5_000))
+        peer.send()
+
+    with serving(h2_server(speak), server_context("h2")) as served:
+        result = measured(target_of(served, Protocol.HTTP2), streams=2, size_bytes=5_000)
+    assert (result.failures, result.received_bytes, called_off) == ((), 10_000, [1])
+
+
+def test_a_small_object_tells_no_rate() -> None:
+    def handle(peer: socket.socket) -> None:
+        read_request(peer)
+        for piece in (b"HTTP/1.1 200 OK\r\n\r\n", b"x", b"y", b"z"):
+            peer.sendall(piece)
+
+    with serving(handle, server_context()) as served:
+        result = measured(target_of(served, small="/up", large=""))
+    assert (result.failures, result.received_bytes, result.rate, result.window_ns) == ((), 3, None, 0)
+
+
 def test_a_goodbye_without_an_error_is_followed_by_another_connection() -> None:
     """As the old worker of a gateway says it when the gateway is loaded anew."""
     connections: list[socket.socket] = []

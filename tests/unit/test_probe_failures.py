@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import select
 import socket
 import ssl
 import threading
@@ -15,12 +16,14 @@ import h2.errors
 import pytest
 import trustme
 from probe_rig import (
+    HOST,
     OK,
     PATIENCE_S,
     SECOND,
     H2Peer,
     Served,
     answering,
+    authority_file,
     h2_server,
     measured,
     no_tls,
@@ -35,6 +38,7 @@ from probe_rig import (
 )
 
 from kura_shaper.clock import FakeClock
+from kura_shaper.probe import connection
 from kura_shaper.probe.connection import Resolver
 from kura_shaper.probe.failures import ClientError, Failure, Phase, Reason, translated
 from kura_shaper.probe.target import Protocol, Security, Verdict
@@ -125,6 +129,19 @@ def test_what_speaks_no_tls_is_tls() -> None:
 def test_closed_before_tls_is_up_is_handshake(end: Callable[[socket.socket], object]) -> None:
     with serving(end) as served:
         the_failure(measured(target_of(served)), Reason.HANDSHAKE, "closed before TLS was up")
+
+
+def test_gone_before_tls_has_begun_is_handshake() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        reset(listener.accept()[0])
+        # The RST is here; whoever looks first gets it.
+        poll = select.poll()
+        poll.register(client, select.POLLRDHUP)
+        assert poll.poll(PATIENCE_S * 1_000)
+        with pytest.raises(ClientError) as raised, client:
+            connection.shake_hands(connection.secure(client, connection.trust(authority_file(), ()), HOST))
+    assert raised.value.reason is Reason.HANDSHAKE
 
 
 def test_silence_before_tls_is_up_is_handshake() -> None:
@@ -350,6 +367,7 @@ def alert(reason: str) -> ssl.SSLError:
         (OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address"), Phase.CONNECTING, Reason.LOCAL),
         (OSError(errno.ENETUNREACH, "Network is unreachable"), Phase.CONNECTING, Reason.CONNECT),
         (OSError(errno.EHOSTUNREACH, "No route to host"), Phase.CONNECTING, Reason.CONNECT),
+        (ConnectionResetError(errno.ECONNRESET, "reset"), Phase.CONNECTING, Reason.HANDSHAKE),
         (ConnectionResetError(errno.ECONNRESET, "reset"), Phase.SECURING, Reason.HANDSHAKE),
         (ConnectionResetError(errno.ECONNRESET, "reset"), Phase.READING, Reason.RESET),
         (ssl.SSLEOFError("EOF"), Phase.SECURING, Reason.HANDSHAKE),

@@ -124,7 +124,7 @@ def test_heads_of_http2_that_are_huge_are_refused() -> None:
         peer.h2.send_headers(stream, [(":status", "200"), *((f"x-{number}", "y" * 4_000) for number in range(40))])
         peer.send()
 
-    with bounded_memory(), serving(h2_server(speak), server_context("h2")) as served:
+    with serving(h2_server(speak), server_context("h2")) as served:
         the_failure(measured(target_of(served, Protocol.HTTP2)), Reason.PROTOCOL, "HTTP/2")
 
 

@@ -39,6 +39,14 @@ def test_pieces_make_no_difference(answer: tuple[bytes, int], cuts: list[int]) -
     assert (response.status, response.is_finished, payload_bytes) == (200, True, body_bytes)
 
 
+@pytest.mark.parametrize(("content", "body_bytes"), [(CHUNKED, 71), (SIZED, 70)])
+def test_it_may_be_cut_anywhere(content: bytes, body_bytes: int) -> None:
+    everywhere = list(range(len(content)))
+    for cuts in (*([cut] for cut in everywhere), everywhere):
+        response, payload_bytes = read(content, cuts)
+        assert (response.is_finished, payload_bytes) == (True, body_bytes), cuts
+
+
 NOISE = st.tuples(st.integers(0, 250), st.binary(min_size=1, max_size=20))
 
 
