@@ -61,7 +61,7 @@ def test_json_for_programs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     ("options", "status", "words"),
     [
         (("--min-rate", "1k", "--size", "3M"), 0, ""),
-        (("--min-rate", "9E", "--size", "3M", "--duration", "0.1"), 1, "slow: "),
+        (("--min-rate", "9E", "--size", "3M"), 1, "slow: "),
         (("--expect-status", "404"), 1, "failure[status]: "),
         (("--protocol", "http2"), 1, "failure[alpn]: "),
         (("--sni", "globex.kura.test"), 1, "failure[tls]: "),
