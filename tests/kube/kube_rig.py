@@ -83,9 +83,12 @@ class RefusedError(Exception):
 class Cluster:
     """A real API server with RBAC, TLS and the KuraInstance definition. `admin` may do everything."""
 
-    def __init__(self, directory: Path, bin_directory: Path) -> None:
+    # What the server is told beside what it always is. Accounts would get no pods admitted: nothing makes their tokens.
+    server_options: tuple[str, ...] = ("--bind-address", "127.0.0.1", "--disable-admission-plugins", "ServiceAccount")
+
+    def __init__(self, directory: Path, bin_directory: Path, *, port: int = 0) -> None:
         self.directory, self._bin = directory, bin_directory
-        self.port, self._etcd_port, self._etcd_peer_port = _free_port(), _free_port(), _free_port()
+        self.port, self._etcd_port, self._etcd_peer_port = port or _free_port(), _free_port(), _free_port()
         self.admin, self.stranger = secrets.token_hex(16), secrets.token_hex(16)
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._commands: dict[str, list[str]] = {}
@@ -112,12 +115,11 @@ class Cluster:
         ]
         self._commands["apiserver"] = [
             *(str(self._bin / "kube-apiserver"), "--etcd-servers", etcd, "--cert-dir", str(self.directory / "certs")),
-            *("--bind-address", "127.0.0.1", "--advertise-address", "127.0.0.1", "--secure-port", str(self.port)),
+            *("--advertise-address", "127.0.0.1", "--secure-port", str(self.port), *self.server_options),
             *("--insecure-port", "0", "--authorization-mode", "RBAC", "--token-auth-file", str(tokens)),
             *("--service-cluster-ip-range", "10.0.0.0/24", "--endpoint-reconciler-type", "none", "--profiling=false"),
             *("--service-account-key-file", str(key_file), "--service-account-signing-key-file", str(key_file)),
             *("--service-account-issuer", "https://kubernetes.default.svc"),
-            *("--disable-admission-plugins", "ServiceAccount"),
         ]
         self._run("etcd")
         self._run("apiserver")

@@ -1,0 +1,217 @@
+"""A real Kubernetes node: kubelet, containerd and runc, with a control plane, on a device that a DaemonSet may shape.
+
+The node has a root, processes, mounts, cgroups and a network of its own, by `scripts/kubernetes/own-root`, which
+leaves nothing of them however the test ends. Its programs come from `scripts/kubernetes/install-node`.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+sys.path += [str(Path(__file__).parents[1] / name) for name in ("kube", "manifests")]
+
+from kube_rig import Cluster, RefusedError
+from manifest_tools import ROOT, run, tool
+
+from kura_shaper.haproxy.binary import cache_directory
+from kura_shaper.kernel.netns import inside
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+NAME, ADDRESS, GATEWAY = "node", "192.0.2.10", "192.0.2.1"
+DEVICE = "nic0"
+_SCRIPTS = ROOT / "scripts" / "kubernetes"
+_PATIENCE_S = 90
+# The API has the first address of the services, so that pods find it without a kube-proxy. The other end of the device
+# answers nobody; what leaves by it is only counted.
+_LINKS = f"""
+link set lo up
+addr add 10.0.0.1/32 dev lo
+link add {DEVICE} numtxqueues 4 type veth peer name up0 numrxqueues 4
+addr add {ADDRESS}/24 dev {DEVICE}
+link set up0 up
+link set {DEVICE} up
+neigh add {GATEWAY} lladdr 02:00:00:00:00:01 dev {DEVICE}
+route add default via {GATEWAY} dev {DEVICE}
+"""
+# The first process of the node runs each line that it reads, and ends with the last.
+_INIT = 'while read -r line; do sh -c "$line" & done'
+_CONTAINERD = """
+version = 2
+[plugins."io.containerd.grpc.v1.cri"]
+  sandbox_image = "localhost/pause:1"
+  # Without CAP_SYS_RESOURCE nobody may be made less likely to be killed than the test itself.
+  restrict_oom_score_adj = true
+  [plugins."io.containerd.grpc.v1.cri".cni]
+    bin_dir = "/usr/lib/cni"
+    conf_dir = "/node/cni"
+"""
+# No pod here has a network of its own.
+_NETWORKS = '{"cniVersion": "0.4.0", "name": "none", "plugins": [{"type": "loopback"}]}'
+_KUBELET = """
+apiVersion: kubelet.config.k8s.io/v1beta1
+kind: KubeletConfiguration
+cgroupDriver: cgroupfs
+failSwapOn: false
+makeIPTablesUtilChains: false
+authentication: {anonymous: {enabled: true}, webhook: {enabled: false}}
+authorization: {mode: AlwaysAllow}
+# The disk is the machine's: how full it is is not the node's business.
+evictionHard: {memory.available: 1Mi, nodefs.available: "0%", imagefs.available: "0%", nodefs.inodesFree: "0%"}
+imageGCHighThresholdPercent: 100
+"""
+
+
+def until(holds: Callable[[], Any], *, within_s: float = _PATIENCE_S, what: Callable[[], object] = str) -> Any:
+    """Return what `holds` returns once that is true; `what` tells what is the case instead."""
+    end = time.monotonic() + within_s
+    while not (found := holds()):
+        assert time.monotonic() < end, f"not within {within_s} s: {what()}"
+        time.sleep(0.05)
+    return found
+
+
+def node_prefix() -> Path:
+    """Return where the node's programs are. Skips the test where they are missing or can't run."""
+    found = cache_directory() / "node"
+    if not (found / "root").exists():
+        pytest.skip(f"no node at {found}; scripts/kubernetes/install-node brings it")
+    if "cgroup" not in {line.split()[2] for line in Path("/proc/self/mounts").read_text().splitlines()}:
+        pytest.skip("this kernel has no cgroups of version 1 mounted, which a kubelet of 1.20 needs")
+    return found
+
+
+def images(*targets: str) -> dict[str, Path]:
+    """Return the archives of the images of daemonset/Dockerfile, built when they are not there yet."""
+    where = cache_directory() / "images"
+    done = run(_SCRIPTS / "build-images", node_prefix(), where, *targets)
+    return dict(zip(targets, map(Path, done.stdout.split()), strict=True))
+
+
+class _NodeCluster(Cluster):
+    """The control plane, with controllers and a scheduler, in the network and among the processes of the node."""
+
+    server_options = ("--bind-address", "0.0.0.0", "--allow-privileged", "--kubelet-preferred-address-types", "InternalIP")
+
+    def __init__(self, directory: Path, node: Node) -> None:
+        super().__init__(directory, cache_directory() / "kubernetes" / "bin", port=443)
+        self._node = node
+
+    def start(self) -> None:
+        super().start()
+        admin = self.kubeconfig(self.directory / "admin.kubeconfig", token=self.admin)
+        common = ("--kubeconfig", str(admin), "--leader-elect=false", "--port=0", "--secure-port=0")
+        keys = ("--service-account-private-key-file", str(self.directory / "sa.key"))
+        authority = ("--root-ca-file", str(self.certificate))
+        self._commands["controllers"] = [str(self._bin / "kube-controller-manager"), *common, *keys, *authority]
+        self._commands["scheduler"] = [str(self._bin / "kube-scheduler"), *common]
+        self._run("controllers")
+        self._run("scheduler")
+
+    def _run(self, name: str) -> None:
+        enter = ["nsenter", "--target", str(self._node.pid), "--net", "--pid", "--"]
+        if self._commands[name][0] != "nsenter":
+            self._commands[name] = [*enter, *self._commands[name]]
+        super()._run(name)
+
+
+class Node:
+    """A node that is up. The test's thread is in its network for as long."""
+
+    def __init__(self, process: subprocess.Popen[str], directory: Path) -> None:
+        assert process.stdout
+        said = process.stdout.readline()
+        assert said, "the node has no first process: own-root says why above"
+        self._process, self.pid, self.directory = process, int(said), directory
+        self.cluster = _NodeCluster(directory / "cluster", self)
+
+    def run(self, *words: str, stdin: str | None = None) -> str:
+        """Return what a program of the node says; the test fails when it fails."""
+        return run("nsenter", "--target", str(self.pid), "--all", "--", *words, stdin=stdin).stdout
+
+    def begin(self, name: str, *words: str) -> None:
+        """Run a program in the node until that ends."""
+        assert self._process.stdin
+        self._process.stdin.write(f"exec {shlex.join(words)} >>/node/{name}.log 2>&1\n")
+        self._process.stdin.flush()
+
+    def kubectl(self, *words: str, stdin: str | None = None, check: bool = True) -> str:
+        """Return what kubectl says; "" where it may fail and did."""
+        config = ("--kubeconfig", str(self.directory / "cluster" / "admin.kubeconfig"))
+        done = run(tool("kubectl"), *config, *words, stdin=stdin, check=check)
+        return done.stdout if done.returncode == 0 else ""
+
+    def logs(self) -> str:
+        """Return the last words of each of the node's programs."""
+        files = sorted([*(self.directory / "node").glob("*.log"), *(self.directory / "cluster").glob("*.log")])
+        return "\n".join(f"{file.stem}: {file.read_text(errors='replace')[-1500:]}" for file in files)
+
+    def load(self, archive: Path) -> None:
+        """Give containerd an image; pods find it by the name that it has in the archive."""
+        (self.directory / "node" / "image.tar").hardlink_to(archive)
+        self.run("ctr", "--namespace", "k8s.io", "images", "import", "/node/image.tar")
+        (self.directory / "node" / "image.tar").unlink()
+
+    def is_ready(self) -> bool:
+        """Whether pods are started here."""
+        try:
+            found = self.cluster.ask("GET", f"/api/v1/nodes/{NAME}")
+        except RefusedError:
+            return False
+        return any(each["type"] == "Ready" and each["status"] == "True" for each in found["status"]["conditions"])
+
+
+@contextmanager
+def running_node(directory: Path, *archives: Path) -> Iterator[Node]:
+    """Have a node with images; the calling thread is in its network meanwhile."""
+    prefix = node_prefix()
+    for each in ("cluster", "node/cni", "containerd", "kubelet"):
+        (directory / each).mkdir(parents=True)
+    files = {"containerd.toml": _CONTAINERD, "kubelet.yaml": _KUBELET, "cni/none.conflist": _NETWORKS}
+    for name, text in files.items():
+        (directory / "node" / name).write_text(text)
+    seen = (
+        *(f"{directory}/node:/node", f"{directory}/cluster:{directory}/cluster"),
+        *(f"{directory}/containerd:/var/lib/containerd", f"{directory}/kubelet:/var/lib/kubelet"),
+        *(f"{cache_directory()}/kubernetes/bin:/opt/kubernetes", "/etc/hosts:/etc/hosts"),
+    )
+    own_root = (_SCRIPTS / "own-root", "--net", prefix / "root", directory / "root", *seen)
+    with ExitStack() as stack:
+        pipe = subprocess.PIPE
+        # A session of its own: an interrupt at the terminal is for pytest, at whose end its input ends.
+        process = stack.enter_context(
+            subprocess.Popen([*own_root, "--", "sh", "-c", _INIT], stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+        )
+        node = Node(process, directory)
+        namespace = os.open(f"/proc/{node.pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        stack.callback(os.close, namespace)
+        stack.enter_context(inside(namespace))
+        run("ip", "-batch", "-", stdin=_LINKS)
+        stack.callback(node.cluster.stop)
+        node.cluster.start()
+        _start(node, archives)
+        yield node
+
+
+def _start(node: Node, archives: tuple[Path, ...]) -> None:
+    node.begin("containerd", "containerd", "--config", "/node/containerd.toml")
+    socket = Path(f"/proc/{node.pid}/root/run/containerd/containerd.sock")
+    until(socket.exists, what=node.logs)
+    for archive in archives:
+        node.load(archive)
+    endpoint = "unix:///run/containerd/containerd.sock"
+    runtime = ("--container-runtime=remote", f"--container-runtime-endpoint={endpoint}")
+    who = (f"--hostname-override={NAME}", f"--node-ip={ADDRESS}", f"--kubeconfig={node.directory}/cluster/admin.kubeconfig")
+    node.begin("kubelet", "/opt/kubernetes/kubelet", "--config=/node/kubelet.yaml", *runtime, *who)
+    until(node.is_ready, what=node.logs)
