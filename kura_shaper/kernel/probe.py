@@ -35,7 +35,7 @@ from kura_shaper.tree.build import Capabilities, ShapeChoice, TreeSettings, buil
 from kura_shaper.tree.classifier import ClassifierKind, filters
 from kura_shaper.tree.diff import plan, plan_removal
 from kura_shaper.tree.model import ROOT, Device, Handle, HtbQdisc, Leaf, LeafKind, SteeringKind
-from kura_shaper.tree.operations import AddClass, AddRoot, DeleteHook, DeleteRoot, SetFilter, SetLeaf
+from kura_shaper.tree.operations import AddClass, AddRoot, DeleteHook, DeleteRoot, RemoveTcx, SetFilter, SetLeaf
 from kura_shaper.tree.snapshot import Snapshot
 from kura_shaper.units import Rate
 
@@ -118,7 +118,8 @@ def _steers(control: KernelTrafficControl, device: Device, kind: SteeringKind, f
     outcomes = execute(plan(wanted, Snapshot(device, None)).operations, control, clock=clock)
     is_there = all(outcome.status is Status.DONE for outcome in outcomes)
     is_proven = is_there and prove_steering(control, _NOBODY.marks, clock=clock).is_proven
-    control.send([*plan_removal(control.snapshot()).operations, DeleteHook()])
+    # Without CAP_SYS_ADMIN no snapshot tells of a program that was attached, and its pin outlives the device.
+    control.send([*plan_removal(control.snapshot()).operations, RemoveTcx(), DeleteHook()])
     return is_proven
 
 

@@ -63,6 +63,7 @@ _KUBELET = """
 apiVersion: kubelet.config.k8s.io/v1beta1
 kind: KubeletConfiguration
 cgroupDriver: cgroupfs
+clusterDNS: [10.0.0.10]
 failSwapOn: false
 makeIPTablesUtilChains: false
 authentication: {anonymous: {enabled: true}, webhook: {enabled: false}}
@@ -71,6 +72,15 @@ authorization: {mode: AlwaysAllow}
 evictionHard: {memory.available: 1Mi, nodefs.available: "0%", imagefs.available: "0%", nodefs.inodesFree: "0%"}
 imageGCHighThresholdPercent: 100
 """
+
+# No pod here asks for a name, so that it does not matter that nobody answers.
+_FILES = {
+    "containerd.toml": _CONTAINERD,
+    "kubelet.yaml": _KUBELET,
+    "cni/none.conflist": _NETWORKS,
+    "hosts": "127.0.0.1 localhost\n",
+    "resolv.conf": f"nameserver {GATEWAY}\n",
+}
 
 
 def until(holds: Callable[[], Any], *, within_s: float = _PATIENCE_S, what: Callable[[], object] = str) -> Any:
@@ -102,7 +112,12 @@ def images(*targets: str) -> dict[str, Path]:
 class _NodeCluster(Cluster):
     """The control plane, with controllers and a scheduler, in the network and among the processes of the node."""
 
-    server_options = ("--bind-address", "0.0.0.0", "--allow-privileged", "--kubelet-preferred-address-types", "InternalIP")
+    # Tokens are of the kind that servers since 1.22 give to pods: projected, bound to the pod, and renewed.
+    _gates = ("--feature-gates", "BoundServiceAccountTokenVolume=true")
+    server_options = (
+        *("--bind-address", "0.0.0.0", "--allow-privileged", "--kubelet-preferred-address-types", "InternalIP"),
+        *_gates,
+    )
 
     def __init__(self, directory: Path, node: Node) -> None:
         super().__init__(directory, cache_directory() / "kubernetes" / "bin", port=443)
@@ -114,7 +129,7 @@ class _NodeCluster(Cluster):
         common = ("--kubeconfig", str(admin), "--leader-elect=false", "--port=0", "--secure-port=0")
         keys = ("--service-account-private-key-file", str(self.directory / "sa.key"))
         authority = ("--root-ca-file", str(self.certificate))
-        self._commands["controllers"] = [str(self._bin / "kube-controller-manager"), *common, *keys, *authority]
+        self._commands["controllers"] = [str(self._bin / "kube-controller-manager"), *common, *keys, *authority, *self._gates]
         self._commands["scheduler"] = [str(self._bin / "kube-scheduler"), *common]
         self._run("controllers")
         self._run("scheduler")
@@ -178,13 +193,13 @@ def running_node(directory: Path, *archives: Path) -> Iterator[Node]:
     prefix = node_prefix()
     for each in ("cluster", "node/cni", "containerd", "kubelet"):
         (directory / each).mkdir(parents=True)
-    files = {"containerd.toml": _CONTAINERD, "kubelet.yaml": _KUBELET, "cni/none.conflist": _NETWORKS}
-    for name, text in files.items():
+    for name, text in _FILES.items():
         (directory / "node" / name).write_text(text)
     seen = (
         *(f"{directory}/node:/node", f"{directory}/cluster:{directory}/cluster"),
         *(f"{directory}/containerd:/var/lib/containerd", f"{directory}/kubelet:/var/lib/kubelet"),
-        *(f"{cache_directory()}/kubernetes/bin:/opt/kubernetes", "/etc/hosts:/etc/hosts"),
+        *(f"{directory}/node/{name}:/etc/{name}" for name in ("hosts", "resolv.conf")),
+        f"{cache_directory()}/kubernetes/bin:/opt/kubernetes",
     )
     own_root = (_SCRIPTS / "own-root", "--net", prefix / "root", directory / "root", *seen)
     with ExitStack() as stack:
