@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from conftest import drop_sys_admin
 from kernel_traffic import FAMILIES, send_datagrams, upload, warm_up
 
 from kura_shaper.kernel import bpf
 from kura_shaper.kernel.errors import InvalidError, KernelRefusedError, NoPermissionError, NotThereError
+from kura_shaper.kernel.probe import probe
 from kura_shaper.tenants.marks import TENANT_CLASS_MAX, TENANT_CLASS_MIN, MarkLayout
 from kura_shaper.tree.ebpf import EbpfProgram, TcxState, steering_program
 
@@ -347,6 +349,21 @@ def test_pins_of_devices_that_are_gone_are_reaped(network: Network, nic: int) ->
     bpf.reap_pins()
     assert pins() == [kept]
     assert names(nic) == [steering().name]
+
+
+def test_finding_out_what_the_kernel_can_leaves_no_pin(
+    nic: int, in_child: Callable[[Callable[[], None]], Ended]
+) -> None:
+    """As an agent in its container: without CAP_SYS_ADMIN no reading tells that a program is attached."""
+    bpf.pin_directory()  # mounting one would need that capability too
+
+    def work() -> None:
+        drop_sys_admin()
+        probe()
+
+    ended = in_child(work)
+    assert ended.status == 0, ended.stderr
+    assert pins() == []
 
 
 def test_a_pin_that_would_vanish_with_our_own_mounts_is_refused(

@@ -9,17 +9,12 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-import sys
 import time
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
-sys.path += [str(Path(__file__).parents[1] / name) for name in ("kube", "manifests")]
-
 from kube_rig import Cluster, RefusedError
 from manifest_tools import ROOT, run, tool
 
@@ -123,13 +118,24 @@ class _NodeCluster(Cluster):
         super().__init__(directory, cache_directory() / "kubernetes" / "bin", port=443)
         self._node = node
 
+    @property
+    def admin_kubeconfig(self) -> Path:
+        """How to reach it as somebody who may do everything."""
+        return self.directory / "admin.kubeconfig"
+
     def start(self) -> None:
         super().start()
-        admin = self.kubeconfig(self.directory / "admin.kubeconfig", token=self.admin)
-        common = ("--kubeconfig", str(admin), "--leader-elect=false", "--port=0", "--secure-port=0")
+        self.kubeconfig(self.admin_kubeconfig, token=self.admin)
+        common = ("--kubeconfig", str(self.admin_kubeconfig), "--leader-elect=false", "--port=0", "--secure-port=0")
         keys = ("--service-account-private-key-file", str(self.directory / "sa.key"))
         authority = ("--root-ca-file", str(self.certificate))
-        self._commands["controllers"] = [str(self._bin / "kube-controller-manager"), *common, *keys, *authority, *self._gates]
+        self._commands["controllers"] = [
+            str(self._bin / "kube-controller-manager"),
+            *common,
+            *keys,
+            *authority,
+            *self._gates,
+        ]
         self._commands["scheduler"] = [str(self._bin / "kube-scheduler"), *common]
         self._run("controllers")
         self._run("scheduler")
@@ -163,8 +169,7 @@ class Node:
 
     def kubectl(self, *words: str, stdin: str | None = None, check: bool = True) -> str:
         """Return what kubectl says; "" where it may fail and did."""
-        config = ("--kubeconfig", str(self.directory / "cluster" / "admin.kubeconfig"))
-        done = run(tool("kubectl"), *config, *words, stdin=stdin, check=check)
+        done = run(tool("kubectl"), "--kubeconfig", self.cluster.admin_kubeconfig, *words, stdin=stdin, check=check)
         return done.stdout if done.returncode == 0 else ""
 
     def logs(self) -> str:
@@ -201,12 +206,13 @@ def running_node(directory: Path, *archives: Path) -> Iterator[Node]:
         *(f"{directory}/node/{name}:/etc/{name}" for name in ("hosts", "resolv.conf")),
         f"{cache_directory()}/kubernetes/bin:/opt/kubernetes",
     )
-    own_root = (_SCRIPTS / "own-root", "--net", prefix / "root", directory / "root", *seen)
+    own_root = (str(_SCRIPTS / "own-root"), "--net", f"{prefix}/root", f"{directory}/root", *seen)
     with ExitStack() as stack:
         pipe = subprocess.PIPE
         # A session of its own: an interrupt at the terminal is for pytest, at whose end its input ends.
+        words = (*own_root, "--", "sh", "-c", _INIT)
         process = stack.enter_context(
-            subprocess.Popen([*own_root, "--", "sh", "-c", _INIT], stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+            subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
         )
         node = Node(process, directory)
         namespace = os.open(f"/proc/{node.pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
@@ -227,6 +233,10 @@ def _start(node: Node, archives: tuple[Path, ...]) -> None:
         node.load(archive)
     endpoint = "unix:///run/containerd/containerd.sock"
     runtime = ("--container-runtime=remote", f"--container-runtime-endpoint={endpoint}")
-    who = (f"--hostname-override={NAME}", f"--node-ip={ADDRESS}", f"--kubeconfig={node.directory}/cluster/admin.kubeconfig")
+    who = (
+        f"--hostname-override={NAME}",
+        f"--node-ip={ADDRESS}",
+        f"--kubeconfig={node.directory}/cluster/admin.kubeconfig",
+    )
     node.begin("kubelet", "/opt/kubernetes/kubelet", "--config=/node/kubelet.yaml", *runtime, *who)
     until(node.is_ready, what=node.logs)

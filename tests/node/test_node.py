@@ -6,46 +6,75 @@ import json
 import os
 import re
 import socket
-import struct
-import subprocess
-import urllib.request
-from contextlib import contextmanager, suppress
+import ssl
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from node_rig import ADDRESS, DEVICE, GATEWAY, NAME, Node, images, node_prefix, running_node, until
-from pause_image import write_pause_image
+import trustme
+import yaml
+
+sys.path += [str(Path(__file__).parents[1] / each) for each in ("kube", "manifests")]
 
 from kube_rig import CEILING, INSTANCES, kura_instance
-from manifest_tools import DAEMONSET, ROOT, containers, kustomized, manifests, of_kind, run, the, tool
+from manifest_tools import DAEMONSET, ROOT, containers, kustomized, manifests, run, the, tool
+from node_rig import ADDRESS, DEVICE, NAME, Node, images, node_prefix, running_node, until
+from node_view import (
+    AGENT,
+    asked,
+    ceiling,
+    hearing,
+    is_well,
+    metric,
+    metric_or_none,
+    pods,
+    send,
+    shown,
+    the_one_pod,
+    tree,
+    typed,
+)
+from pause_image import write_pause_image
 
-from kura_shaper.clock import SystemClock
-from kura_shaper.kernel.client import TcClient
-from kura_shaper.kernel.device import KernelTrafficControl
-from kura_shaper.kernel.links import read_device
-from kura_shaper.tree.model import Handle
+import kura_shaper
+from kura_shaper.tree.model import Handle, HtbQdisc
 from kura_shaper.tree.preflight import is_ours
-from kura_shaper.tree.snapshot import Snapshot
 from kura_shaper.units import Rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 # Nothing may run beside it: a kubelet and its whole control plane want both processors for themselves.
 pytestmark = [pytest.mark.privileged, pytest.mark.slow, pytest.mark.kube, pytest.mark.traffic]
 
 OVERLAY = "overlays/canary"
-AGENT = "daemonset/kura-shaper-us-east"
 ACME, BETA = 0x2A7, 0x2A8
-_TC_GROUP, _TC_MESSAGES = 0x8, range(36, 48)
+
+
+# Run in the agent's pod, as its account: which paths of the API answer with what.
+ASK = """
+import json, os, ssl, urllib.error, urllib.request
+where = "/var/run/secrets/kubernetes.io/serviceaccount"
+context = ssl.create_default_context(cafile=f"{where}/ca.crt")
+headers = {"Authorization": "Bearer " + open(f"{where}/token").read()}
+found = {}
+for path in ("/apis/kura.tuist.dev/v1alpha1/namespaces/kura/kurainstances", "/api/v1/nodes", "/api/v1/secrets",
+             "/api/v1/namespaces/kura-shaper/secrets", "/api/v1/namespaces/kura/pods"):
+    asked = urllib.request.Request(f"https://{os.environ['KUBERNETES_SERVICE_HOST']}{path}", headers=headers)
+    try:
+        found[path] = urllib.request.urlopen(asked, context=context).status
+    except urllib.error.HTTPError as error:
+        found[path] = error.code
+print(json.dumps(found))
+"""
 
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     """Return a node of the pool us-east, with two tenants in its region and the overlay `canary` as it is."""
     directory = tmp_path_factory.mktemp("node")
-    built = images("agent", "gateway", "debian")
+    built = images("agent", "agent-bcc", "gateway", "debian")
     pause = write_pause_image(directory / "pause.tar", node_prefix() / "root" / "usr" / "bin" / "busybox")
     with running_node(directory, pause, *built.values()) as made:
         definitions = str(ROOT / "tests" / "manifests" / "definitions.yaml")
@@ -58,105 +87,6 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         made.kubectl("apply", "--filename", "-", stdin=kustomized(OVERLAY))
         the_one_pod(made)
         yield made
-
-
-def pods(node: Node, labels: str = "app.kubernetes.io/component=agent") -> list[dict[str, Any]]:
-    found = node.cluster.ask("GET", f"/api/v1/namespaces/kura-shaper/pods?labelSelector={labels.replace('=', '%3D')}")
-    return list(found["items"])
-
-
-def is_well(pod: dict[str, Any]) -> bool:
-    conditions = {each["type"]: each["status"] for each in pod["status"].get("conditions", ())}
-    return conditions.get("Ready") == "True" and "deletionTimestamp" not in pod["metadata"]
-
-
-def the_one_pod(node: Node, *, other_than: str = "") -> str:
-    """Return the name of the agent's pod once it is ready, and no other is left."""
-
-    def only() -> str:
-        found = pods(node)
-        name: str = found[0]["metadata"]["name"] if len(found) == 1 and is_well(found[0]) else ""
-        return "" if name == other_than else name
-
-    def told() -> str:
-        events = node.kubectl("--namespace=kura-shaper", "get", "events")
-        return events + node.kubectl("--namespace=kura-shaper", "logs", AGENT, check=False)
-
-    name: str = until(only, what=told)
-    return name
-
-
-def tree() -> Snapshot:
-    """Return what is on the node's device, read from outside of every container."""
-    with TcClient() as client:
-        found = KernelTrafficControl(client, read_device(DEVICE), clock=SystemClock()).snapshot()
-    assert isinstance(found, Snapshot), found
-    return found
-
-
-def ceiling(class_id: int) -> Rate | None:
-    spec = tree().classes.get(Handle(0x20, class_id))
-    return spec.ceil if spec else None
-
-
-def asked(path: str) -> str:
-    """Return a page of the agent, which listens on the node's own address."""
-    with urllib.request.urlopen(f"http://{ADDRESS}:9469{path}", timeout=5) as answer:
-        text: str = answer.read().decode()
-        return text
-
-
-def metric(name: str) -> float:
-    (value,) = re.findall(rf"^kura_shaper_{name}(?:{{[^}}]*}})? (\S+)$", asked("/metrics"), re.MULTILINE)
-    return float(value)
-
-
-def shown(words: str) -> str:
-    """Return the command of daemonset/README.md that has these words, for this node and its agent."""
-    blocks = re.findall(r"```console\n(.+?)```", (DAEMONSET / "README.md").read_text(), re.DOTALL)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    (command,) = (line for line in lines if words in line)
-    return command.replace("NODE", NAME).replace(" POD ", f" {AGENT} ")
-
-
-def typed(node: Node, command: str) -> str:
-    """Return what a command says that somebody types in the tree."""
-    config = node.directory / "cluster" / "admin.kubeconfig"
-    environment = {"PATH": f"{os.path.dirname(tool('kubectl'))}:{os.environ['PATH']}", "KUBECONFIG": str(config)}
-    done = subprocess.run(
-        ["sh", "-c", command], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@contextmanager
-def hearing() -> Iterator[Callable[[], int]]:
-    """Count what changes traffic control on the device, whoever does it."""
-    count, ifindex = 0, socket.if_nametoindex(DEVICE)
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as listening:
-        listening.bind((0, _TC_GROUP))
-        listening.setblocking(False)
-
-        def heard() -> int:
-            nonlocal count
-            with suppress(BlockingIOError):
-                while data := listening.recv(65_536):
-                    while data:
-                        length, kind, _, _, _, _, its_ifindex = struct.unpack_from("=IHHIIIi", data)
-                        count += kind in _TC_MESSAGES and its_ifindex == ifindex
-                        data = data[(length + 3) & ~3 :]
-            return count
-
-        yield heard
-
-
-def send(class_id: int, *, count: int = 20) -> None:
-    """Have a tenant's bytes leave by the device."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as made:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, struct.pack("=I", class_id << 16))
-        for _ in range(count):
-            made.sendto(bytes(1000), (GATEWAY, 9))
 
 
 def test_what_the_overlay_says_makes_a_pod_that_is_ready_and_a_tree_on_the_device(node: Node) -> None:
@@ -175,9 +105,7 @@ def test_what_the_overlay_says_makes_a_pod_that_is_ready_and_a_tree_on_the_devic
 def test_the_pod_has_what_the_manifest_grants_and_no_more(node: Node) -> None:
     (container,) = containers(the(manifests(kustomized("base")), "DaemonSet"))
     pid = node.run("pgrep", "--full", "--oldest", "kura-shaper agent").strip()
-    status = dict(
-        line.split(":\t", 1) for line in node.run("cat", f"/proc/{pid}/status").splitlines() if ":\t" in line
-    )
+    status = dict(line.split(":\t", 1) for line in node.run("cat", f"/proc/{pid}/status").splitlines() if ":\t" in line)
     numbers = {"NET_ADMIN": 12, "PERFMON": 38, "BPF": 39}
     granted = sum(1 << numbers[name] for name in container["securityContext"]["capabilities"]["add"])
     sets = {name: int(status[name], 16) for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")}
@@ -191,7 +119,7 @@ def test_the_pod_has_what_the_manifest_grants_and_no_more(node: Node) -> None:
 
 
 def test_with_so_little_retransmits_are_still_counted_in_the_best_way(node: Node) -> None:
-    if not os.path.exists("/sys/kernel/btf/vmlinux"):
+    if not Path("/sys/kernel/btf/vmlinux").exists():
         pytest.skip("this kernel has no BTF")
     assert json.loads(asked("/statusz"))["retransmits"] == "tracepoint"
 
@@ -203,30 +131,16 @@ def test_nothing_is_left_pinned_by_finding_out_what_the_kernel_can(node: Node) -
 
 
 def test_the_account_reads_what_it_should_and_no_secret(node: Node) -> None:
-    script = """
-import json, os, ssl, urllib.error, urllib.request
-where = "/var/run/secrets/kubernetes.io/serviceaccount"
-context = ssl.create_default_context(cafile=f"{where}/ca.crt")
-headers = {"Authorization": "Bearer " + open(f"{where}/token").read()}
-found = {}
-for path in ("/apis/kura.tuist.dev/v1alpha1/namespaces/kura/kurainstances", "/api/v1/nodes", "/api/v1/secrets",
-             "/api/v1/namespaces/kura-shaper/secrets", "/api/v1/namespaces/kura/pods"):
-    url = f"https://{os.environ['KUBERNETES_SERVICE_HOST']}{path}"
-    try:
-        found[path.rpartition("/")[2]] = urllib.request.urlopen(urllib.request.Request(url, headers=headers), context=context).status
-    except urllib.error.HTTPError as error:
-        found[path.rpartition("/")[2]] = error.code
-print(json.dumps(found))
-"""
-    said = node.kubectl("--namespace=kura-shaper", "exec", AGENT, "--", "python3", "-c", script)
-    assert json.loads(said) == {"kurainstances": 200, "nodes": 200, "secrets": 403, "pods": 403}
+    said = node.kubectl("--namespace=kura-shaper", "exec", AGENT, "--", "python3", "-c", ASK)
+    assert list(json.loads(said).values()) == [200, 200, 403, 403, 403]
 
 
 def test_a_changed_instance_changes_its_class(node: Node) -> None:
     before = tree()
-    for wanted in ("700M", "1500M"):
-        node.cluster.patch(f"{INSTANCES}/kura-acme", {"spec": {"podAnnotations": {CEILING: wanted}}})
-        until(lambda wanted=wanted: ceiling(ACME) == Rate.parse(wanted), within_s=10)
+    for text in ("700M", "1500M"):
+        node.cluster.patch(f"{INSTANCES}/kura-acme", {"spec": {"podAnnotations": {CEILING: text}}})
+        wanted = Rate.parse(text)
+        until(lambda: ceiling(ACME) == wanted, within_s=10)  # noqa: B023 # it is asked before the next round
     after = tree()
     assert after.classes == before.classes
     assert after.counters[Handle(0x20, ACME)].sent_bytes >= before.counters[Handle(0x20, ACME)].sent_bytes
@@ -267,9 +181,7 @@ def untouched(node: Node, change: Callable[[], object]) -> None:
 
 
 def test_a_rollout_leaves_the_kernel_alone_and_the_next_pod_takes_it_over(node: Node) -> None:
-    untouched(
-        node, lambda: node.kubectl("--namespace=kura-shaper", "set", "env", AGENT, "KURA_SHAPER_LOG_FORMAT=text")
-    )
+    untouched(node, lambda: node.kubectl("--namespace=kura-shaper", "set", "env", AGENT, "KURA_SHAPER_LOG_FORMAT=text"))
 
 
 def test_a_daemonset_that_goes_leaves_its_tree_and_one_that_comes_takes_it_over(node: Node) -> None:
@@ -298,16 +210,15 @@ def test_an_agent_that_is_held_off_mends_nothing_until_it_is_let_again(node: Nod
     the_one_pod(node)
 
 
-def metric_or_none(name: str) -> float | None:
-    """Return a metric; None while no agent answers."""
-    with suppress(OSError):
-        return metric(name)
-    return None
-
-
 def test_break_glass_takes_the_tree_away_and_says_so_by_its_phase(node: Node) -> None:
     typed(node, shown("kubectl debug"))
-    name = until(lambda: re.findall(r"pod/(node-debugger-\S+)", node.kubectl("get", "-n", "kura-shaper", "pods", "-o", "name")))[0]
+
+    def debuggers() -> list[str]:
+        found = node.cluster.ask("GET", "/api/v1/namespaces/kura-shaper/pods")["items"]
+        names = [each["metadata"]["name"] for each in found]
+        return [name for name in names if name.startswith("node-debugger-")]
+
+    (name,) = until(debuggers)
 
     def phase() -> str:
         found: str = node.cluster.ask("GET", f"/api/v1/namespaces/kura-shaper/pods/{name}")["status"]["phase"]
@@ -322,3 +233,139 @@ def test_break_glass_takes_the_tree_away_and_says_so_by_its_phase(node: Node) ->
     typed(node, shown("kura-shaper enable"))
     until(lambda: ceiling(ACME) is not None, within_s=10)
     the_one_pod(node)
+
+
+@pytest.fixture
+def steering(node: Node, tmp_path: Path) -> Iterator[None]:
+    """Have the overlay with the component `mq` on a device without a tree, as on a new node; and back."""
+    made = {"resources": [DAEMONSET / OVERLAY], "components": [DAEMONSET / "components" / "mq"]}
+    relative = {kind: [os.path.relpath(path, tmp_path) for path in paths] for kind, paths in made.items()}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(relative))
+    rendered = run(tool("kubectl"), "kustomize", "--load-restrictor=LoadRestrictionsNone", tmp_path).stdout
+    typed(node, shown("kura-shaper disable"))
+    typed(node, shown("kura-shaper uninstall"))
+    name = pods(node)[0]["metadata"]["name"]
+    node.kubectl("apply", "--filename", "-", stdin=rendered)
+    until(lambda: [each["metadata"]["name"] for each in pods(node)] not in ([], [name]))
+    until(lambda: metric_or_none("disabled") == 1)
+    typed(node, shown("kura-shaper enable"))
+    name = the_one_pod(node)
+    yield
+    typed(node, shown("kura-shaper/maintenance=true"))
+    node.kubectl("apply", "--filename", "-", stdin=kustomized(OVERLAY))
+    the_one_pod(node, other_than=name)
+    until(lambda: isinstance(tree().root, HtbQdisc))
+    typed(node, shown("kura-shaper/maintenance-"))
+
+
+def test_a_steered_tree_outlives_its_pod_with_its_pins(node: Node, steering: None) -> None:
+    device = json.loads(asked("/statusz"))["devices"][DEVICE]
+    if device["shape"] != "mq":
+        pytest.skip(f"this kernel can't steer: {device['why_shape']}")
+    assert device["steering"]["is_proven"]
+    pins = node.run("find", "/sys/fs/bpf", "-name", "steer_*")
+    name = pods(node)[0]["metadata"]["name"]
+    untouched(node, lambda: node.kubectl("--namespace=kura-shaper", "delete", "pod", name))
+    assert node.run("find", "/sys/fs/bpf", "-name", "steer_*") == pins
+
+
+HOST, PORT = "acme.cache.example", 8443
+TENANTS = f"""
+apiVersion: kura-shaper/v1
+kind: Tenants
+region: us-east
+gateway: {{https_ports: [{PORT}], peer_ports: [7443]}}
+tenants:
+  - {{name: acme, class: 0x2a7, hosts: [{HOST}], backends: {{http: {{address: "127.0.0.1:4000"}}}}}}
+"""
+
+
+def name_of(target: str) -> str:
+    """Return an image's name, as the Dockerfile and the overlays have it."""
+    return f"registry.example.com/kura-shaper/{target}:{kura_shaper.__version__}"
+
+
+def said_by(node: Node, name: str, container: dict[str, Any]) -> str:
+    """Return what a pod of one container says that ends well."""
+    spec = {"hostNetwork": True, "restartPolicy": "Never", "containers": [{"name": "only", **container}]}
+    node.cluster.create("/api/v1/namespaces/kura/pods", {"metadata": {"name": name}, "spec": spec})
+    path = f"/api/v1/namespaces/kura/pods/{name}"
+    phase = until(lambda: {"Succeeded", "Failed"} & {node.cluster.ask("GET", path)["status"]["phase"]})
+    said = node.kubectl("--namespace=kura", "logs", name)
+    assert phase == {"Succeeded"}, said
+    return said
+
+
+def test_the_agents_image_runs_for_who_only_asks_with_no_privilege_at_all(node: Node) -> None:
+    security = {
+        "runAsNonRoot": True,
+        "readOnlyRootFilesystem": True,
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    container = {"image": name_of("agent"), "args": ["--version"], "securityContext": security}
+    assert said_by(node, "version", container) == f"kura-shaper {kura_shaper.__version__}\n"
+
+
+def test_the_image_with_bcc_has_it_where_the_agent_looks(node: Node) -> None:
+    command = ["python3", "-c", "import bcc, kura_shaper; print(kura_shaper.__version__)"]
+    assert said_by(node, "bcc", {"image": name_of("agent-bcc"), "command": command}).split() == [
+        kura_shaper.__version__
+    ]
+
+
+MADE = "/etc/kura-shaper/haproxy"
+RENDER = (
+    *("kura-shaper", "render-haproxy", "--tenants", "/given/tenants.yaml", "--out", MADE),
+    *("--certificate", "/given/tls.pem"),
+)
+
+
+def test_the_gateways_image_serves_what_it_renders_and_marks_its_connections(node: Node) -> None:
+    certificate = trustme.CA().issue_cert(HOST)
+    pem = certificate.private_key_and_cert_chain_pem.bytes().decode()
+    files = {"tenants.yaml": TENANTS, "tls.pem": pem}
+    node.cluster.create("/api/v1/namespaces/kura/secrets", {"metadata": {"name": "gateway"}, "stringData": files})
+    node.cluster.create("/api/v1/namespaces/kura/pods", gateway_pod())
+
+    def is_up() -> bool:
+        return is_well(node.cluster.ask("GET", "/api/v1/namespaces/kura/pods/gateway"))
+
+    def told() -> str:
+        return node.kubectl("--namespace=kura", "logs", "gateway", "--all-containers", check=False)
+
+    until(is_up, what=told)
+    rendered = ("--namespace=kura", "exec", "gateway", "--", *RENDER)
+    # Exit code 0: the running gateway has everything.
+    node.kubectl(*rendered, "--maxconn", "1000", "--apply", "--diff")
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with (
+        socket.create_connection((ADDRESS, PORT), timeout=10) as plain,
+        context.wrap_socket(plain, server_hostname=HOST),
+    ):
+        assert "fwmark:0x2a70000" in run("ss", "-tneH", "state", "established", f"( sport = :{PORT} )").stdout
+    # Another limit takes a reload. The worker of before ends, for which the master needs a capability too.
+    node.kubectl(*rendered, "--maxconn", "1001", "--apply", "--reload-interval-s", "1")
+    until(lambda: len(node.run("pgrep", "--full", "^haproxy ").split()) == 2, within_s=20)
+    node.kubectl("--namespace=kura", "delete", "pod", "gateway")
+
+
+def gateway_pod() -> dict[str, Any]:
+    """Return a gateway in a pod: the image's own command, with the capabilities that haproxy/README.md says."""
+    (capabilities,) = re.findall(r"`capabilities: ({.+})`", (ROOT / "haproxy" / "README.md").read_text())
+    common = {
+        "image": name_of("gateway"),
+        "volumeMounts": [{"name": "given", "mountPath": "/given"}, {"name": "made", "mountPath": MADE}],
+    }
+    probe = {"httpGet": {"host": "127.0.0.1", "path": "/healthz", "port": 8405}, "periodSeconds": 1}
+    security = {"capabilities": yaml.safe_load(capabilities)}
+    return {
+        "metadata": {"name": "gateway"},
+        "spec": {
+            "hostNetwork": True,
+            "volumes": [{"name": "given", "secret": {"secretName": "gateway"}}, {"name": "made", "emptyDir": {}}],
+            "initContainers": [{**common, "name": "render", "command": [*RENDER, "--maxconn", "1000", "--check"]}],
+            "containers": [{**common, "name": "haproxy", "securityContext": security, "readinessProbe": probe}],
+        },
+    }
