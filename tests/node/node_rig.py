@@ -177,12 +177,6 @@ class Node:
         files = sorted([*(self.directory / "node").glob("*.log"), *(self.directory / "cluster").glob("*.log")])
         return "\n".join(f"{file.stem}: {file.read_text(errors='replace')[-1500:]}" for file in files)
 
-    def load(self, archive: Path) -> None:
-        """Give containerd an image; pods find it by the name that it has in the archive."""
-        (self.directory / "node" / "image.tar").hardlink_to(archive)
-        self.run("ctr", "--namespace", "k8s.io", "images", "import", "/node/image.tar")
-        (self.directory / "node" / "image.tar").unlink()
-
     def is_ready(self) -> bool:
         """Whether pods are started here."""
         try:
@@ -196,13 +190,15 @@ class Node:
 def running_node(directory: Path, *archives: Path) -> Iterator[Node]:
     """Have a node with images; the calling thread is in its network meanwhile."""
     prefix = node_prefix()
-    for each in ("cluster", "node/cni", "containerd", "kubelet"):
+    for each in ("cluster", "node/cni", "root/containerd", "root/kubelet"):
         (directory / each).mkdir(parents=True)
     for name, text in _FILES.items():
         (directory / "node" / name).write_text(text)
     seen = (
         *(f"{directory}/node:/node", f"{directory}/cluster:{directory}/cluster"),
-        *(f"{directory}/containerd:/var/lib/containerd", f"{directory}/kubelet:/var/lib/kubelet"),
+        # An overlay can't be on the root's own; and what is in there goes with the root.
+        *(f"{directory}/root/{name}:/var/lib/{name}" for name in ("containerd", "kubelet")),
+        *(f"{archive}:/images/{archive.name}" for archive in archives),
         *(f"{directory}/node/{name}:/etc/{name}" for name in ("hosts", "resolv.conf")),
         f"{cache_directory()}/kubernetes/bin:/opt/kubernetes",
     )
@@ -219,7 +215,7 @@ def running_node(directory: Path, *archives: Path) -> Iterator[Node]:
         stack.callback(os.close, namespace)
         stack.enter_context(inside(namespace))
         run("ip", "-batch", "-", stdin=_LINKS)
-        stack.callback(node.cluster.stop)
+        stack.callback(node.cluster.remove)
         node.cluster.start()
         _start(node, archives)
         yield node
@@ -230,13 +226,10 @@ def _start(node: Node, archives: tuple[Path, ...]) -> None:
     socket = Path(f"/proc/{node.pid}/root/run/containerd/containerd.sock")
     until(socket.exists, what=node.logs)
     for archive in archives:
-        node.load(archive)
+        # Pods find an image by the name that it has in its archive.
+        node.run("ctr", "--namespace", "k8s.io", "images", "import", f"/images/{archive.name}")
     endpoint = "unix:///run/containerd/containerd.sock"
     runtime = ("--container-runtime=remote", f"--container-runtime-endpoint={endpoint}")
-    who = (
-        f"--hostname-override={NAME}",
-        f"--node-ip={ADDRESS}",
-        f"--kubeconfig={node.directory}/cluster/admin.kubeconfig",
-    )
+    who = (f"--hostname-override={NAME}", f"--node-ip={ADDRESS}", f"--kubeconfig={node.cluster.admin_kubeconfig}")
     node.begin("kubelet", "/opt/kubernetes/kubelet", "--config=/node/kubelet.yaml", *runtime, *who)
     until(node.is_ready, what=node.logs)

@@ -48,7 +48,7 @@ def test_it_says_what_it_is_and_how_it_runs(image: tuple[str, tarfile.TarFile]) 
     assert labels["version"] == kura_shaper.__version__
     assert {"title", "description", "revision"} <= labels.keys()
     if target == "gateway":
-        assert config.get("Entrypoint") is None
+        assert not config.get("Entrypoint")
         assert config["Cmd"][0] == "haproxy"
     else:
         assert (config["Entrypoint"], config["Cmd"][0]) == (["kura-shaper"], "agent")

@@ -133,14 +133,18 @@ def test_nothing_is_left_pinned_by_finding_out_what_the_kernel_can(node: Node) -
 def test_the_account_reads_what_it_should_and_no_secret(node: Node) -> None:
     said = node.kubectl("--namespace=kura-shaper", "exec", AGENT, "--", "python3", "-c", ASK)
     assert list(json.loads(said).values()) == [200, 200, 403, 403, 403]
+    (pod,) = pods(node)
+    assert [each for each in pod["spec"]["volumes"] if "projected" in each], "the token is one that is renewed"
 
 
 def test_a_changed_instance_changes_its_class(node: Node) -> None:
     before = tree()
-    for text in ("700M", "1500M"):
-        node.cluster.patch(f"{INSTANCES}/kura-acme", {"spec": {"podAnnotations": {CEILING: text}}})
-        wanted = Rate.parse(text)
-        until(lambda: ceiling(ACME) == wanted, within_s=10)  # noqa: B023 # it is asked before the next round
+    with hearing() as heard:
+        for text in ("700M", "1500M"):
+            node.cluster.patch(f"{INSTANCES}/kura-acme", {"spec": {"podAnnotations": {CEILING: text}}})
+            wanted = Rate.parse(text)
+            until(lambda: ceiling(ACME) == wanted, within_s=10)  # noqa: B023 # it is asked before the next round
+        assert heard() > 0, "a write is heard, which other tests count on"
     after = tree()
     assert after.classes == before.classes
     assert after.counters[Handle(0x20, ACME)].sent_bytes >= before.counters[Handle(0x20, ACME)].sent_bytes
@@ -336,6 +340,11 @@ def test_the_gateways_image_serves_what_it_renders_and_marks_its_connections(nod
 
     until(is_up, what=told)
     rendered = ("--namespace=kura", "exec", "gateway", "--", *RENDER)
+    # Whoever may make a socket there can stand in for the master.
+    place = node.kubectl(
+        "--namespace=kura", "exec", "gateway", "--", "stat", "-c", "%U:%G %a", "/run/kura-shaper-haproxy"
+    )
+    assert place == "root:haproxy 750\n"
     # Exit code 0: the running gateway has everything.
     node.kubectl(*rendered, "--maxconn", "1000", "--apply", "--diff")
     context = ssl.create_default_context()
