@@ -20,9 +20,9 @@ from kura_shaper.kernel.executor import QUIET_FOR_NS, Status
 from kura_shaper.kernel.prove import prove_steering
 from kura_shaper.tree.build import build
 from kura_shaper.tree.diff import plan
-from kura_shaper.tree.model import EGRESS, MqQdisc, Shape
+from kura_shaper.tree.model import EGRESS, Shape
 from kura_shaper.tree.notes import Weight
-from kura_shaper.tree.observe import in_force_for, shape_in_force
+from kura_shaper.tree.observe import in_force_for
 from kura_shaper.tree.operations import (
     AddClass,
     AddHook,
@@ -42,6 +42,7 @@ from kura_shaper.tree.operations import (
     SetTcx,
     SetXps,
 )
+from kura_shaper.tree.owners import foreign_owners
 from kura_shaper.tree.preflight import Permission, is_ours
 from kura_shaper.tree.snapshot import Unknown
 
@@ -424,27 +425,3 @@ def _drift_kind(operation: Operation) -> DriftKind:
             return DriftKind.HOOK
         case SetTcx() | RemoveTcx() | SetXps():
             return DriftKind.STEERING
-
-
-def foreign_owners(actual: Snapshot) -> tuple[str, ...]:
-    """Return, by stable names, whoever else has a hand on a device's way out."""
-    found = []
-    root = actual.root
-    if root is not None and not is_ours(root) and not actual.has_default_root:
-        found.append("cilium-bandwidth-manager" if _is_bandwidth_manager(actual) else "root")
-    programs = actual.tcx.programs if actual.tcx else ()
-    if any(not program.is_ours for program in programs):
-        found.append("tcx")
-    return tuple(found)
-
-
-def _is_bandwidth_manager(actual: Snapshot) -> bool:
-    """Cilium's bandwidth manager puts an mq of its own with an fq on every queue."""
-    if not isinstance(actual.root, MqQdisc) or not actual.queues or shape_in_force(actual):
-        return False
-    return all(getattr(q, "kind", "") == "fq" or _leaf_kind(q) == "fq" for q in actual.queues.values())
-
-
-def _leaf_kind(qdisc: object) -> str:
-    parameters = getattr(qdisc, "parameters", None)
-    return str(getattr(parameters, "kind", ""))

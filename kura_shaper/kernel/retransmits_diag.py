@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import socket
 import struct
 from typing import TYPE_CHECKING
 
-from kura_shaper.errors import StateUnknownError
 from kura_shaper.kernel import wire
-from kura_shaper.kernel.errors import NoPermissionError, NotThereError, UnsupportedError, refusal
+from kura_shaper.kernel.diag import DiagDoor
+from kura_shaper.kernel.errors import NoPermissionError, NotThereError, UnsupportedError
 from kura_shaper.kernel.retransmits_proc import ProcRetransmits
 
 if TYPE_CHECKING:
@@ -33,7 +32,6 @@ SOCKETS_MAX = 65_536
 INTERVAL_NS = 1_000_000_000
 
 # include/uapi/linux/{sock_diag,inet_diag,tcp}.h
-_NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY = 4, 20
 _REQUEST = struct.Struct("=BBBxI48x")  # family, protocol, extensions, states, any socket
 _MESSAGE_BYTES, _COOKIE_AT = 72, 44
 _INFO, _MARK = 2, 15
@@ -43,8 +41,6 @@ _BC_OP, _MARK_COND_ARGUMENTS = struct.Struct("=BBH"), struct.Struct("=II")
 # Established, syn-sent, fin-wait-1 and -2, close-wait, last-ack, closing: who can retransmit, and tells.
 _STATES = sum(1 << state for state in (1, 2, 4, 5, 8, 9, 11))
 _WRAP = 1 << 32
-_RECEIVE_BYTES = 64 * 1024
-_TIMEOUT_S = 10.0
 _NO_TENANT = 0
 
 _DOING = "reading the TCP sockets"
@@ -166,23 +162,16 @@ class SocketLedger:
 
 
 class _SocketDump:
-    """A sock_diag socket that asks for the TCP sockets of the thread's network namespace with a mark below a mask."""
+    """Asks for the TCP sockets of the thread's network namespace with a mark below a mask."""
 
     def __init__(self, mask: int) -> None:
         self._condition = _any_mark_below(mask)
         self._families = [socket.AF_INET, socket.AF_INET6]
-        self._sequence = 0
-        self._buffer = bytearray(_RECEIVE_BYTES)
         self._layouts: dict[int, _Layout] = {}
-        kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC
-        try:
-            self._socket = socket.socket(socket.AF_NETLINK, kind, _NETLINK_SOCK_DIAG)
-        except OSError as error:
-            raise refusal(error.errno or errno.EIO, doing="opening a socket for sock_diag") from error
-        self._socket.settimeout(_TIMEOUT_S)
+        self._door = DiagDoor()
 
     def close(self) -> None:
-        self._socket.close()
+        self._door.close()
 
     def retransmitting(self) -> Iterator[tuple[int, int, int]]:
         """Yield (cookie, mark, how often it retransmitted) of each socket that has.
@@ -190,8 +179,12 @@ class _SocketDump:
         Raises KernelRefusedError, StateUnknownError.
         """
         for family in tuple(self._families):
+            body = _REQUEST.pack(family, socket.IPPROTO_TCP, 1 << (_INFO - 1), _STATES) + self._condition
             try:
-                yield from self._of_family(family)
+                for view, start, end in self._door.dump(body, doing=_DOING):
+                    found = self._retransmitting_socket(view, start, end)
+                    if found:
+                        yield found
             except NotThereError as error:
                 if family == socket.AF_INET:
                     raise UnsupportedError(errno.EOPNOTSUPP, "this kernel lacks tcp_diag", doing=_DOING) from error
@@ -199,37 +192,6 @@ class _SocketDump:
             except NoPermissionError as error:
                 detail = f"{os.strerror(error.errno)}: needs CAP_NET_ADMIN"
                 raise NoPermissionError(error.errno, detail, doing=_DOING) from error
-            except OSError as error:
-                raise StateUnknownError(f"the TCP sockets can't be read: {error}") from error
-
-    def _of_family(self, family: int) -> Iterator[tuple[int, int, int]]:
-        self._ask(family)
-        while True:
-            view = memoryview(self._buffer)[: self._socket.recv_into(self._buffer)]
-            for at in wire.messages(view):
-                length, kind, _, sequence, _ = wire.HEADER.unpack_from(view, at)
-                if sequence != self._sequence:
-                    continue
-                if kind == _SOCK_DIAG_BY_FAMILY:
-                    found = self._retransmitting_socket(view, at + wire.HEADER.size, at + length)
-                    if found:
-                        yield found
-                elif kind in (wire.NLMSG_DONE, wire.NLMSG_ERROR):
-                    number, words = wire.error_of(view[: at + length], at + wire.HEADER.size, 0)
-                    if number or kind == wire.NLMSG_ERROR:
-                        raise refusal(number, words, doing=_DOING)
-                    return
-
-    def _ask(self, family: int) -> None:
-        waiting = select.poll()
-        waiting.register(self._socket, select.POLLIN)
-        while waiting.poll(0):  # the rest of a dump that was left; until its end the kernel allows no other
-            self._socket.recv_into(self._buffer)
-        self._sequence = self._sequence % 0xFFFFFFFF + 1
-        body = _REQUEST.pack(family, socket.IPPROTO_TCP, 1 << (_INFO - 1), _STATES) + self._condition
-        flags = wire.Flags.REQUEST | wire.Flags.DUMP
-        length = wire.HEADER.size + len(body)
-        self._socket.send(wire.HEADER.pack(length, _SOCK_DIAG_BY_FAMILY, flags, self._sequence, 0) + body)
 
     def _retransmitting_socket(self, view: memoryview, start: int, end: int) -> tuple[int, int, int] | None:
         """Return what a message tells when it tells of retransmits.

@@ -15,9 +15,9 @@ from kura_shaper.lab.scenarios import UNATTRIBUTED, Path, in_words
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kura_shaper.lab.nic import Series
     from kura_shaper.lab.report import Report
     from kura_shaper.lab.scenarios import Point
+    from kura_shaper.measure import Series
 
 _STYLE = """
 :root { color-scheme: light; }

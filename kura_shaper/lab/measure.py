@@ -11,9 +11,10 @@ from kura_shaper.kernel.client import TcClient
 from kura_shaper.kernel.device import KernelTrafficControl
 from kura_shaper.kernel.links import read_device
 from kura_shaper.lab.isolation import inside
-from kura_shaper.lab.nic import ByteSampler, DeviceBytes, Samples, Series
+from kura_shaper.lab.nic import DeviceBytes
 from kura_shaper.lab.topology import NIC, Lab, Namespace
 from kura_shaper.lab.traffic import TrafficResult, TrafficSpec
+from kura_shaper.measure import ByteSampler, Samples, Series
 from kura_shaper.tree.build import owners_of
 from kura_shaper.tree.snapshot import Unknown
 

@@ -48,6 +48,8 @@ from kura_shaper.units import Rate
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from kura_shaper.tree.build import Wanted
+    from kura_shaper.tree.diff import Plan
     from kura_shaper.tree.model import HtbQdisc
     from kura_shaper.tree.snapshot import Snapshot
 
@@ -212,14 +214,14 @@ def _leaf_kind(leaf: Leaf | OtherQdisc | None) -> str:
 
 
 def _found(actual: Snapshot, document: TenantsDocument | None, asked: Asked) -> tuple[str, ...]:
-    missing = _missing(actual)
+    missing = missing_parts(actual)
     if missing or document is None:
         return missing
     return _drift(actual, document, asked)
 
 
-def _missing(actual: Snapshot) -> tuple[str, ...]:
-    """Return what a tree of ours has whoever its tenants are, and this one has not."""
+def missing_parts(actual: Snapshot) -> tuple[str, ...]:
+    """Return what a tree of ours has whoever its tenants are, and this one has not, a line each."""
     majors = range(HTB_HANDLE.major, HTB_HANDLE.major + _shaped_queues(actual))
     there = {htb.handle.major for htb in actual.htbs}
     parts = [f"HTB {Handle(m)} of tx queue {m - HTB_HANDLE.major}" for m in majors if m not in there]
@@ -239,6 +241,28 @@ def _missing(actual: Snapshot) -> tuple[str, ...]:
 
 def _drift(actual: Snapshot, document: TenantsDocument, asked: Asked) -> tuple[str, ...]:
     """Return, as one line each, what would have to be done to have the tree that the document wants."""
+    try:
+        compared = compare(actual, document, asked)
+    except KuraShaperError as error:
+        return (f"no tree for this document: {error}",)
+    findings = (note.message for note in compared.plan.notes if note.weight is Weight.FINDING)
+    return (*(operation.describe() for operation in compared.plan.operations), *findings)
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """The tree that a document wants on a device that has one of ours, and what it would take to have it."""
+
+    wanted: Wanted
+    settings: TreeSettings
+    plan: Plan
+
+
+def compare(actual: Snapshot, document: TenantsDocument, asked: Asked) -> Compared:
+    """Compare a whole tree of ours (`missing_parts` has nothing) with a document; what is not asked for is as it is.
+
+    Raises UsageError and RefusedError when there is no tree for this document.
+    """
     present = in_force(actual)
     first = HTB_HANDLE.major
     host = actual.classes[Handle(first, ReservedClass.HOST)]
@@ -255,16 +279,12 @@ def _drift(actual: Snapshot, document: TenantsDocument, asked: Asked) -> tuple[s
         host_traffic=asked.host_traffic or beside,
         host_reserve=asked.host_reserve or host.floor,
     )
-    try:
-        wanted = build(document, actual.device, settings=settings, capabilities=in_use, in_force=present)
-    except KuraShaperError as error:
-        return (f"no tree for this document: {error}",)
+    wanted = build(document, actual.device, settings=settings, capabilities=in_use, in_force=present)
     planned = plan(wanted, actual)
     if planned.refusals:
         # A root that would have to be rebuilt is drift too, whoever may allow it.
         planned = plan(wanted, actual, Permission.DISRUPTION)
-    findings = (note.message for note in planned.notes if note.weight is Weight.FINDING)
-    return (*(operation.describe() for operation in planned.operations), *findings)
+    return Compared(wanted, settings, planned)
 
 
 def _in_use(actual: Snapshot) -> Capabilities:

@@ -14,6 +14,7 @@ The filters of the egress hook all let the chain go on, so what others hang ther
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from kura_shaper.tenants.marks import PROOF_CLASS
@@ -158,14 +159,37 @@ def _skbedit_filters(document: TenantsDocument, layout: Layout) -> Iterable[Filt
         yield Filter(EGRESS, HOST_PRIORITY, ETH_P_ALL, 1, host, spread)
 
 
+class FaultKind(StrEnum):
+    """What keeps packets from their queue."""
+
+    ABSENT = "absent"
+    SHADOWED = "shadowed"
+    LEFT_OVER = "left over"
+    DEAD_QUEUE = "dead queue"
+    XPS = "xps"
+
+
+@dataclass(frozen=True, slots=True)
+class SteeringFault:
+    """One reason not to trust the steering; message is one line."""
+
+    kind: FaultKind
+    message: str
+
+
 def steering_faults(actual: Snapshot) -> tuple[str, ...]:
     """Return why steering on a tree of ours in shape mq can't be trusted, a line each; none when nothing speaks
     against it."""
+    return tuple(fault.message for fault in typed_faults(actual))
+
+
+def typed_faults(actual: Snapshot) -> tuple[SteeringFault, ...]:
+    """Return the same, each with its kind."""
     if not isinstance(actual.root, MqQdisc):
         return ()
     found = steering_in_force(actual)
     if found is None:
-        return ("nothing steers packets to the shaped queues",)
+        return (SteeringFault(FaultKind.ABSENT, "nothing steers packets to the shaped queues"),)
     return (*_chain_faults(actual, found), *_queue_faults(actual, found))
 
 
@@ -181,19 +205,23 @@ def steering_in_force(actual: Snapshot) -> SteeringKind | None:
     return None
 
 
-def _chain_faults(actual: Snapshot, kind: SteeringKind) -> Iterable[str]:
+def _chain_faults(actual: Snapshot, kind: SteeringKind) -> Iterable[SteeringFault]:
     programs = actual.tcx.programs if actual.tcx else ()
     if sum(program.is_ours for program in programs) > (kind is SteeringKind.TCX):
-        yield "a tcx program of ours is left over from another run and steers as well: `kura-shaper uninstall` first"
+        words = "a tcx program of ours is left over from another run and steers as well: `kura-shaper uninstall` first"
+        yield SteeringFault(FaultKind.LEFT_OVER, words)
     if kind is SteeringKind.TCX:
         if not programs[0].is_ours:
-            yield f"tcx program {programs[0].name or programs[0].program_id} comes before ours and may end the chain"
+            name = programs[0].name or programs[0].program_id
+            yield SteeringFault(FaultKind.SHADOWED, f"tcx program {name} comes before ours and may end the chain")
         return
     foreign = [p.name or str(p.program_id) for p in programs if not p.is_ours]
     if foreign:
-        yield f"tcx program {', '.join(foreign)} runs ahead of the egress hook and may end the chain before ours"
+        words = f"tcx program {', '.join(foreign)} runs ahead of the egress hook and may end the chain before ours"
+        yield SteeringFault(FaultKind.SHADOWED, words)
     if has_foreign_filter(actual):
-        yield "a filter of somebody else's comes before ours on the egress hook and may end the chain"
+        words = "a filter of somebody else's comes before ours on the egress hook and may end the chain"
+        yield SteeringFault(FaultKind.SHADOWED, words)
 
 
 def steering_cautions(actual: Snapshot) -> tuple[str, ...]:
@@ -223,15 +251,17 @@ def has_foreign_filter(actual: Snapshot) -> bool:
     return any(f.parent == EGRESS and f.priority < SHAPED_PRIORITY for f in actual.filters)
 
 
-def _queue_faults(actual: Snapshot, kind: SteeringKind) -> Iterable[str]:
+def _queue_faults(actual: Snapshot, kind: SteeringKind) -> Iterable[SteeringFault]:
     shaped, live = len(actual.htbs), actual.device.tx_queues
     if live < shaped:
-        yield f"{shaped} queues are shaped and only {live} are live: the kernel ignores a queue beyond them"
+        words = f"{shaped} queues are shaped and only {live} are live: the kernel ignores a queue beyond them"
+        yield SteeringFault(FaultKind.DEAD_QUEUE, words)
     if kind.needs_xps_off and actual.xps is None:
-        yield "XPS can't be read, and would override steering"
+        yield SteeringFault(FaultKind.XPS, "XPS can't be read, and would override steering")
     if kind.needs_xps_off and actual.xps_rxqs:
         queues = ", ".join(str(queue) for queue in sorted(actual.xps_rxqs))
-        yield f"XPS by rx queue (xps_rxqs) is set on tx queue {queues} and overrides steering: write 0 to it"
+        words = f"XPS by rx queue (xps_rxqs) is set on tx queue {queues} and overrides steering: write 0 to it"
+        yield SteeringFault(FaultKind.XPS, words)
     if kind.needs_xps_off and actual.xps:
         queues = ", ".join(str(queue) for queue in sorted(actual.xps))
-        yield f"XPS is set on tx queue {queues} and overrides steering"
+        yield SteeringFault(FaultKind.XPS, f"XPS is set on tx queue {queues} and overrides steering")

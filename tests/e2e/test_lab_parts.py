@@ -20,10 +20,11 @@ import trustme
 
 from kura_shaper.errors import RefusedError, UsageError
 from kura_shaper.lab.isolation import CRASHED_STATUS, NETNS_DIR, SCRATCH_DIR, inside, require_privilege, run_isolated
-from kura_shaper.lab.nic import ByteSampler, DeviceBytes, count_wire_bytes
+from kura_shaper.lab.nic import DeviceBytes, count_wire_bytes
 from kura_shaper.lab.servers import ServerSpec
 from kura_shaper.lab.topology import NIC, UPLINK, Family, Lab, LabSpec, Namespace, Pod
 from kura_shaper.lab.traffic import Application, Security, TrafficResult, TrafficSpec
+from kura_shaper.measure import ByteSampler
 from kura_shaper.units import Rate
 
 if TYPE_CHECKING:

@@ -26,9 +26,10 @@ from kura_shaper.kernel.executor import Status, execute
 from kura_shaper.kernel.links import read_device
 from kura_shaper.kernel.probe import probe
 from kura_shaper.lab.isolation import inside
-from kura_shaper.lab.nic import ByteSampler, DeviceBytes, Samples
+from kura_shaper.lab.nic import DeviceBytes
 from kura_shaper.lab.servers import ServerSpec
 from kura_shaper.lab.traffic import Application, Security, TrafficSpec
+from kura_shaper.measure import ByteSampler, Samples
 from kura_shaper.tenants.document import Backends, Endpoint, Tenant, TenantsDocument
 from kura_shaper.tree.build import ShapeChoice, TreeSettings, Wanted, build, owners_of
 from kura_shaper.tree.diff import plan

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from kura_shaper.lab.nic import Samples
     from kura_shaper.lab.traffic import TrafficSpec
+    from kura_shaper.measure import Samples
 
 pytestmark = [pytest.mark.privileged, pytest.mark.traffic]
 

@@ -8,7 +8,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 import pytest
-from strategies import CLSACT, ETH0, assert_tree, case, kernel_with, mq_case, tenant
+from strategies import ETH0, assert_tree, case, mq_case, tenant
 
 from kura_shaper.agent.keeper import (
     REBUILDS_AN_HOUR,
@@ -17,14 +17,12 @@ from kura_shaper.agent.keeper import (
     Looked,
     Verdict,
     drift_of,
-    foreign_owners,
 )
 from kura_shaper.clock import FakeClock
 from kura_shaper.kernel.errors import KernelRefusedError, refusal
 from kura_shaper.kernel.fake import FakeKernel
 from kura_shaper.kernel.journal import Journal
 from kura_shaper.kernel.prove import Proof
-from kura_shaper.tree.ebpf import TcxProgram, TcxState
 from kura_shaper.tree.model import ROOT, Handle, HtbQdisc, MqQdisc, OtherQdisc, Shape, SteeringKind
 from kura_shaper.tree.operations import (
     AddClass,
@@ -595,19 +593,6 @@ def test_drift_of_everything_is_one_of_each_kind_and_of_a_root_only_that() -> No
     assert drift_of([*parts, *parts]) == kinds
     assert drift_of([*parts, RestoreQdisc(FOREIGN)]) == {DriftKind.ROOT: 1}
     assert drift_of([]) == {}
-
-
-def test_foreign_owners_are_named_by_words_from_a_fixed_list() -> None:
-    ours = kernel_with(FLEET.wanted()).snapshot()
-    mq = MqQdisc(Handle(0x8000))
-    fqs = {mq.child(queue): OtherQdisc("fq", Handle(0x8001 + queue), mq.child(queue)) for queue in range(4)}
-    program = TcxProgram(9, "a name that anybody may choose", is_ours=False)
-    assert foreign_owners(ours) == ()
-    assert foreign_owners(replace(ours, tcx=TcxState(supported=True, programs=(program, program)))) == ("tcx",)
-    assert foreign_owners(Snapshot(ETH0, FOREIGN)) == ("root",)
-    assert foreign_owners(Snapshot(ETH0, OtherQdisc("pfifo_fast", Handle(0), ROOT), hook=CLSACT)) == ()
-    assert foreign_owners(Snapshot(ETH0, mq, queues=fqs)) == ("cilium-bandwidth-manager",)
-    assert foreign_owners(Snapshot(ETH0, mq)) == ("root",)
 
 
 # Everything at once.

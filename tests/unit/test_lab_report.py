@@ -10,7 +10,6 @@ import pytest
 from kura_shaper.errors import UsageError
 from kura_shaper.lab.html import to_html
 from kura_shaper.lab.measure import NIC_TX, Measurement
-from kura_shaper.lab.nic import Reading, Samples
 from kura_shaper.lab.report import make_report, table, to_json
 from kura_shaper.lab.run import lab_settings
 from kura_shaper.lab.scenarios import (
@@ -24,6 +23,7 @@ from kura_shaper.lab.scenarios import (
 )
 from kura_shaper.lab.traffic import TrafficResult
 from kura_shaper.lab.world import lab_tenants
+from kura_shaper.measure import Reading, Samples
 from kura_shaper.units import Rate
 
 if TYPE_CHECKING:

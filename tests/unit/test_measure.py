@@ -7,7 +7,7 @@ import pytest
 
 from kura_shaper.clock import FakeClock
 from kura_shaper.errors import StateUnknownError
-from kura_shaper.lab.nic import ByteSampler, Reading, Samples, Series, Window
+from kura_shaper.measure import ByteSampler, Reading, Samples, Series, Window
 from kura_shaper.units import Rate
 
 MS = 1_000_000
@@ -191,3 +191,12 @@ def test_readings_in_the_background_are_at_least_an_interval_apart() -> None:
     background = line.readings[:-1]  # the last reading is taken by stop, whenever that is
     gaps_ns = [b.at_ns - a.at_ns for a, b in itertools.pairwise(background)]
     assert min(gaps_ns) >= 5 * MS
+
+
+def test_a_window_counts_as_long_as_it_can_have_been_when_it_is_held_against_a_ceiling() -> None:
+    # 1 Mbit/s: 125 bytes a millisecond. Read in no time 2,500 bytes in 10 ms are too many.
+    points = ((0, 0), (10, 2_500))
+    exact = Series("nic0.tx", tuple(Reading(at * MS, count) for at, count in points))
+    blurred = Series("nic0.tx", tuple(Reading(at * MS, count, spread_ns=10 * MS) for at, count in points))
+    assert exact.excess(Rate(MBIT), burst_bytes=0).excess_bytes == 1_250
+    assert blurred.excess(Rate(MBIT), burst_bytes=0).excess_bytes == 0
