@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from kura_shaper import __version__
-from kura_shaper.cli import agent, balance, bench, gateway, lab, man, probe, show, tenants, top, tree
+from kura_shaper.cli import agent, balance, bench, gateway, lab, man, probe, show, tenants, top, tree, verify
 from kura_shaper.errors import KuraShaperError, StateUnknownError, UsageError
 from kura_shaper.log import LogFormat, LogLevel, configure
 
@@ -31,6 +31,7 @@ tree.register(app)
 top.register(app)
 balance.register(app)
 gateway.register(app)
+verify.register(app)
 probe.register(app)
 bench.register(app)
 man.register(app)

@@ -85,6 +85,20 @@ class DeviceSysfs:
         """
         return self._masks("xps_rxqs")
 
+    def speed_mbps(self) -> int:
+        """Return the link's speed in Mbit/s, 0 when the device does not tell one."""
+        return self._number("speed")
+
+    def virtual_functions(self) -> int:
+        """Return how many virtual functions share the device's port, 0 for a device that can have none."""
+        return self._number("device/sriov_numvfs")
+
+    def _number(self, file: str) -> int:
+        try:
+            return max(0, int(_read(file, at=self._directory)))
+        except (OSError, ValueError):
+            return 0
+
     def set_xps_mask(self, queue: int, mask: int) -> None:
         """Give a queue to the CPUs of the mask; 0 to none. Raises KernelRefusedError, also when it is not held."""
         doing = f"setting xps_cpus of {self._name} queue {queue} to {mask:x}"

@@ -1,0 +1,57 @@
+"""A report as lines for people: what does not hold first, then every check with what it saw."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kura_shaper.verify.values import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kura_shaper.verify.run import Report
+    from kura_shaper.verify.values import Finding, Result
+
+_LINES_MAX = 25
+
+
+def to_lines(report: Report) -> Iterable[str]:
+    """Yield the lines."""
+    for finding in report.findings[:_LINES_MAX]:
+        yield f"{finding.code.severity}[{finding.code.name}]: {finding.message}"
+        yield f"    {finding.code.meaning}"
+        yield f"    remedy: {finding.code.remedy}"
+    if len(report.findings) > _LINES_MAX:
+        yield f"... and {len(report.findings) - _LINES_MAX} more findings; --json has all of them"
+    for finding in report.accepted:
+        yield f"accepted[{finding.code.name}]: {finding.message}"
+    width = max((len(result.check.name) for result in report.results), default=0)
+    for result in report.results:
+        yield f"{result.outcome:<8} {result.check.name:<{width}} {_words(result)}".rstrip()
+    yield summary(report)
+
+
+def _words(result: Result) -> str:
+    if result.outcome is Outcome.FINDING:
+        names = ", ".join(dict.fromkeys(finding.code.name for finding in result.findings))
+        return f"{names}; unknown: {result.unknown}" if result.unknown else names
+    return result.unknown or result.words
+
+
+def summary(report: Report) -> str:
+    """Return the verdict in one line."""
+    counts = {outcome: sum(r.outcome is outcome for r in report.results) for outcome in Outcome}
+    parts = [f"{counts[Outcome.HOLDS]} checks hold"]
+    if report.findings:
+        parts.append(f"{len(report.findings)} finding{'s' if len(report.findings) > 1 else ''}")
+    for outcome, word in ((Outcome.UNKNOWN, "could not be made"), (Outcome.SKIPPED, "had nothing to look at")):
+        if counts[outcome]:
+            parts.append(f"{counts[outcome]} {word}")
+    if report.accepted:
+        parts.append(f"{len(report.accepted)} accepted")
+    return f"{report.observed.node.device.name}: {report.verdict}: {', '.join(parts)}"
+
+
+def title_of(finding: Finding) -> str:
+    """Return a finding in one line."""
+    return f"{finding.code.name}: {finding.message}"
