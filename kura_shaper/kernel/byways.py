@@ -95,13 +95,12 @@ def read_links() -> tuple[Link, ...]:
 
 def _link(link: Any) -> Link:
     info, xdp = link.get("linkinfo"), link.get("xdp")
-    attached = xdp.get("attached") if xdp else 0
+    attached = xdp.get_attr("IFLA_XDP_ATTACHED") if xdp else None
     return Link(
         name=str(link.get("ifname")),
         ifindex=int(link["index"]),
         kind=str(info.get("kind") or "") if info else "",
-        # The library has a word for each way of attaching, and none for none.
-        has_xdp=attached not in (0, None, "none", ""),
+        has_xdp=attached is not None,  # the library has a word for each way of attaching, and None for none
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kura_shaper.tenants.marks import ReservedClass
-from kura_shaper.tree.snapshot import Unknown
+from kura_shaper.tree.snapshot import Snapshot, Unknown
+from kura_shaper.tree.steer import FaultKind, typed_faults
 from kura_shaper.units import Rate
 from kura_shaper.verify.values import Check, Code, Evidence, Finding, Judged, Phase, Severity
 
@@ -58,6 +59,9 @@ MARK_ROUTED = Code(
 
 
 def _promises(observed: Observed) -> Judged:
+    actual = observed.node.snapshot
+    if isinstance(actual, Snapshot) and any(fault.kind is FaultKind.DEAD_QUEUE for fault in typed_faults(actual)):
+        return Judged(unknown="the tree does not fit the live tx queues: see the check `steering`")
     if observed.impossible:
         return Judged(findings=(Finding(PROMISES_IMPOSSIBLE, observed.impossible),))
     if isinstance(observed.wanted, Unknown):

@@ -8,7 +8,16 @@ from kura_shaper.tree.ebpf import TcxState
 from kura_shaper.tree.model import EGRESS, MqQdisc
 from kura_shaper.tree.notes import Weight
 from kura_shaper.tree.observe import missing_parts
-from kura_shaper.tree.operations import AddHook, SetFilter, SetQueue, SetTcx, SetXps
+from kura_shaper.tree.operations import (
+    AddHook,
+    DeleteFilter,
+    DeleteHook,
+    RemoveTcx,
+    SetFilter,
+    SetQueue,
+    SetTcx,
+    SetXps,
+)
 from kura_shaper.tree.owners import BANDWIDTH_MANAGER, foreign_owners
 from kura_shaper.tree.preflight import is_ours
 from kura_shaper.tree.snapshot import Unknown
@@ -155,10 +164,10 @@ def _is_told_elsewhere(operation: Operation, actual: Snapshot) -> bool:
             return qdisc.parent.minor - 1 in actual.dropping_queues
         case SetXps():
             return True
-        case AddHook() | SetTcx():
-            return steering_in_force(actual) is None
-        case SetFilter(filter_):
-            return filter_.parent == EGRESS and steering_in_force(actual) is None
+        case AddHook() | DeleteHook() | SetTcx() | RemoveTcx():
+            return bool(typed_faults(actual))
+        case SetFilter(filter_) | DeleteFilter(filter_):
+            return filter_.parent == EGRESS and bool(typed_faults(actual))
     return False
 
 

@@ -125,6 +125,11 @@ def _accounting(observed: Observed) -> Judged:
         after_ms = (traffic.vanished_at_ns - traffic.start_ns) // 1_000_000
         message = f"the tree was gone {after_ms} ms after the first reading"
         return Judged(findings=(Finding(TREE_VANISHED, message, evidence={"after_ms": after_ms}),))
+    ours = traffic_of(observed)
+    if isinstance(ours, Judged):
+        return ours
+    if 0 in traffic.broken:
+        return Judged(unknown=traffic.broken[0])
     if min(len(traffic.device.readings), len(traffic.root.readings)) < 2:
         return Judged(unknown="the device was not read twice")
     sent, passed = traffic.device.whole().sent_bytes, traffic.root.whole().sent_bytes
