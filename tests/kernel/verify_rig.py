@@ -25,7 +25,6 @@ from kura_shaper.kernel.executor import Status, execute
 from kura_shaper.tenants.file import parse_tenants
 from kura_shaper.tree.build import Capabilities, ShapeChoice, TreeSettings, build
 from kura_shaper.tree.diff import plan
-from kura_shaper.tree.model import SteeringKind
 from kura_shaper.tree.observe import Asked
 from kura_shaper.units import Rate
 from kura_shaper.verify.collect import NodeReader
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from kura_shaper.haproxy.master import Master
     from kura_shaper.tenants.document import TenantsDocument
     from kura_shaper.tree.build import Wanted
+    from kura_shaper.tree.model import SteeringKind
 
 GATEWAY = "haproxy"
 BUDGET = Rate(100_000_000)

@@ -72,7 +72,7 @@ STEERING_ABSENT = Code(
     "steering-absent",
     Severity.ERROR,
     "nothing steers packets to the shaped queue, so flows spread over queues that no ceiling holds",
-    "`kura-shaper apply`",
+    "`kura-shaper apply` puts it back; find out who took it away",
 )
 STEERING_SHADOWED = Code(
     "steering-shadowed",

@@ -10,13 +10,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from kura_shaper.verify.run import Report
-    from kura_shaper.verify.values import Finding, Result
+    from kura_shaper.verify.values import Result
 
 _LINES_MAX = 25
 
 
 def to_lines(report: Report) -> Iterable[str]:
-    """Yield the lines."""
+    """Yield the lines. What others chose the names of has no say over the terminal."""
+    for line in _lines(report):
+        yield "".join(c if c.isprintable() else "?" for c in line)
+
+
+def _lines(report: Report) -> Iterable[str]:
     for finding in report.findings[:_LINES_MAX]:
         yield f"{finding.code.severity}[{finding.code.name}]: {finding.message}"
         yield f"    {finding.code.meaning}"
@@ -50,8 +55,3 @@ def summary(report: Report) -> str:
     if report.accepted:
         parts.append(f"{len(report.accepted)} accepted")
     return f"{report.observed.node.device.name}: {report.verdict}: {', '.join(parts)}"
-
-
-def title_of(finding: Finding) -> str:
-    """Return a finding in one line."""
-    return f"{finding.code.name}: {finding.message}"
