@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 _PROC = Path("/proc")
 _SOCKET = re.compile(r"socket:\[(\d+)\]")
-_CAP_NET_ADMIN = 12
+_CAP_NET_ADMIN, _CAP_NET_RAW = 12, 13
+# From here on either of the two lets a process set SO_MARK (net/core/sock.c).
+_NET_RAW_MARKS = (5, 17)
 _NS_GET_USERNS = 0xB701  # include/uapi/linux/nsfs.h
 _START_TIME = 19  # fields after the name in /proc/PID/stat (man proc_pid_stat)
 _NAME_CHARS = 64
@@ -29,8 +31,8 @@ _NAME_CHARS = 64
 class Process:
     """A process that holds a socket.
 
-    can_mark is whether it may set marks in this network namespace (CAP_NET_ADMIN, in the user namespace
-    that owns it), None when that can't be read.
+    can_mark is whether it may set marks in this network namespace (CAP_NET_ADMIN, from Linux 5.17 on CAP_NET_RAW
+    too, in the user namespace that owns it), None when that can't be read.
     """
 
     pid: int
@@ -105,9 +107,16 @@ def _process(directory: Path, proc: Path, owner: int | None) -> Process:
 def _can_mark(directory: Path, owner: int | None) -> bool | None:
     for line in _text(directory / "status").splitlines():
         if line.startswith("CapEff:"):
-            is_set = bool(int(line.split()[1], 16) >> _CAP_NET_ADMIN & 1)
+            has = int(line.split()[1], 16)
+            is_set = any(has >> capability & 1 for capability in _marking_capabilities())
             return is_set and _is_same_user_namespace(directory, owner)
     return None
+
+
+def _marking_capabilities() -> tuple[int, ...]:
+    release = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    is_new = release is not None and (int(release[1]), int(release[2])) >= _NET_RAW_MARKS
+    return (_CAP_NET_ADMIN, _CAP_NET_RAW) if is_new else (_CAP_NET_ADMIN,)
 
 
 def _is_same_user_namespace(directory: Path, owner: int | None) -> bool:

@@ -30,7 +30,7 @@ PORT_FOREIGN = Code(
 CANT_MARK = Code(
     "gateway-cant-mark",
     Severity.ERROR,
-    "the gateway has no CAP_NET_ADMIN here: it serves, and its marks are silently not set",
+    "the gateway has no capability to mark here (CAP_NET_ADMIN): it serves, and its marks are silently not set",
     "give the gateway CAP_NET_ADMIN (HAProxy: `setcap cap_net_admin`, and the capability in its container)",
 )
 MARKS_DIFFER = Code(
@@ -112,7 +112,11 @@ def _capability(observed: Observed) -> Judged:
     if unable:
         return Judged(
             findings=tuple(
-                Finding(CANT_MARK, f"{process} has no CAP_NET_ADMIN", evidence={"pid": process.pid})
+                Finding(
+                    CANT_MARK,
+                    f"{process} has no CAP_NET_ADMIN, nor what may stand for it",
+                    evidence={"pid": process.pid},
+                )
                 for process in unable
             )
         )

@@ -1,0 +1,117 @@
+"""`verify` beside a real gateway under load: what it says itself agrees with its sockets, and what is wrong shows."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+import gateway_rig
+import pytest
+from gateway_rig import VERSIONS
+from gateway_wire import BETA, DOCUMENT, NIC, Clients, Wire, gateway_on_a_wire, traffic
+
+from kura_shaper.clock import SystemClock
+from kura_shaper.haproxy.master import MasterSocket
+from kura_shaper.haproxy.options import Design
+from kura_shaper.lab.isolation import inside
+from kura_shaper.lab.traffic import Application
+from kura_shaper.tree.observe import Asked
+from kura_shaper.units import Rate
+from kura_shaper.verify.collect import NodeReader
+from kura_shaper.verify.observed import Question
+from kura_shaper.verify.run import Report, Settings, run
+from kura_shaper.verify.values import Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from kura_shaper.verify.values import Result
+
+pytestmark = [pytest.mark.privileged, pytest.mark.slow, pytest.mark.traffic]
+
+QUESTION = Question(DOCUMENT, Asked(budget=Rate.parse("4G")))
+SETTINGS = Settings(duration_ms=1_500, accepted=frozenset({"retransmits-high"}))
+
+
+@pytest.fixture(scope="module", params=[(version, design) for version in VERSIONS for design in Design], ids=str)
+def wire(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wire]:
+    """A gateway of each branch and design, with the tree on its node's device."""
+    if reason := gateway_rig.why_not_here():
+        pytest.skip(reason)
+    version, design = request.param
+    with gateway_on_a_wire(tmp_path_factory.mktemp("gateway"), version=version, design=design) as made:
+        made.shape()
+        yield made
+
+
+def verify(wire: Wire, question: Question = QUESTION, settings: Settings = SETTINGS) -> Report:
+    """Run `verify` in the node's network namespace."""
+    with inside(wire.near.namespace.network):
+        master = MasterSocket(PurePath(wire.near.master_socket))
+        with NodeReader(NIC, clock=SystemClock(), gateway=master) as reader:
+            return run(question, reader, settings)
+
+
+def results(report: Report) -> dict[str, Result]:
+    return {result.check.name: result for result in report.results}
+
+
+def test_a_gateway_that_serves_two_tenants_has_no_finding_and_every_check_had_something_to_look_at(wire: Wire) -> None:
+    with Clients(wire) as clients:
+        clients.read(
+            traffic(Application.HTTP1, connections=2),
+            traffic(Application.HTTP2, connections=1, streams=4),
+            traffic(Application.TCP, connections=1),
+            traffic(Application.HTTP1, connections=1, tenant=BETA),
+        )
+        report = verify(wire)
+    assert [finding.message for finding in report.findings] == []
+    assert report.unknown == ()
+    found = results(report)
+    for name in ("gateway-ports", "gateway-capability", "gateway-configuration", "ceilings", "sockets", "sessions"):
+        assert found[name].outcome is Outcome.HOLDS, (name, found[name])
+    # Two of HTTP/1.1, one of HTTP/2, one on the peer plane, and one of the other tenant.
+    assert found["sessions"].words.startswith("5 connections carry the mark"), found["sessions"]
+
+
+def test_a_document_that_gives_a_tenant_another_class_shows_in_the_map_and_on_the_sockets(wire: Wire) -> None:
+    """The node has the new document, the gateway still runs with the old one."""
+    acme, beta = DOCUMENT.tenants
+    moved = replace(DOCUMENT, tenants=(replace(beta, class_id=0x299), replace(acme, class_id=beta.class_id)))
+    with Clients(wire) as clients:
+        clients.read(traffic(Application.HTTP1, connections=1, tenant=BETA))
+        report = verify(wire, replace(QUESTION, document=moved))
+    codes = {finding.code.name for finding in report.findings}
+    assert {"gateway-marks-differ", "socket-wrong-mark"} <= codes
+    (wrong,) = [finding for finding in report.findings if finding.code.name == "socket-wrong-mark"]
+    assert wrong.tenant == "beta"
+    assert "carry the mark of acme" in wrong.message
+
+
+@pytest.mark.finding("gateway-old-worker")
+def test_a_worker_that_a_reload_left_behind_is_told_and_its_sessions_still_are(wire: Wire) -> None:
+    with Clients(wire) as clients:
+        clients.read(traffic(Application.HTTP1, connections=1, tenant=BETA))
+        assert "Success=1" in wire.near.master("reload")
+        time.sleep(0.5)
+        assert verify(wire).findings == (), "a moment ago"
+        report = verify(wire, replace(QUESTION, old_worker_s=-1))
+    assert [finding.code.name for finding in report.findings] == ["gateway-old-worker"]
+    assert results(report)["sessions"].outcome is Outcome.HOLDS
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_gateway_that_can_not_mark_is_named_and_so_is_what_follows_from_it(version: str, tmp_path: Path) -> None:
+    if reason := gateway_rig.why_not_here():
+        pytest.skip(reason)
+    launcher = ("setpriv", "--bounding-set", "-net_admin,-net_raw", "--inh-caps", "-net_admin,-net_raw")
+    with gateway_on_a_wire(tmp_path, version=version, launcher=launcher, user="root", group="root") as wire:
+        wire.shape()
+        with Clients(wire) as clients:
+            clients.read(traffic(Application.HTTP1, connections=1))
+            report = verify(wire)
+    codes = {finding.code.name for finding in report.findings}
+    assert codes == {"gateway-cant-mark", "unattributed-bytes", "socket-unmarked"}
