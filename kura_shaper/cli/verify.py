@@ -20,11 +20,21 @@ from kura_shaper.haproxy.master import MasterSocket
 from kura_shaper.kernel.probe import probe
 from kura_shaper.tenants.file import load_tenants
 from kura_shaper.tree.observe import Asked
+from kura_shaper.verify.active import LoadRun, Where
+from kura_shaper.verify.after import read_facts
+from kura_shaper.verify.collect import NodeReader
+from kura_shaper.verify.observed import Question
+from kura_shaper.verify.report.bundle import write_bundle
+from kura_shaper.verify.report.machine import to_json, to_junit
+from kura_shaper.verify.report.redact import redacted
+from kura_shaper.verify.report.text import to_lines
+from kura_shaper.verify.run import Settings, run
 
 if TYPE_CHECKING:
     from kura_shaper.verify.run import Report
 
 _GATEWAY = "haproxy"
+_STREAMS_MAX = 1_024
 
 
 def register(app: typer.Typer) -> None:
@@ -64,6 +74,26 @@ def verify(
     require_traffic: Annotated[
         bool, typer.Option("--require-traffic", help="A check that saw no traffic is unknown (4), not skipped.")
     ] = False,
+    after: Annotated[
+        Path | None,
+        typer.Option("--after", metavar="P", help="An earlier --json of this node: did a restart change anything?"),
+    ] = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="With load from outside, --duration seconds for each number of streams.")
+    ] = False,
+    url: Annotated[str, typer.Option("--url", metavar="U", help="With --live: what to ask the gateway for.")] = "",
+    streams: Annotated[
+        str, typer.Option("--streams", metavar="N,N", help="With --live: numbers of streams.")
+    ] = "1,4,8",
+    live_from: Annotated[
+        str, typer.Option("--live-from", metavar="CMD", help="With --live: what starts the client elsewhere, e.g. ssh.")
+    ] = "",
+    connect_to: Annotated[
+        str, typer.Option("--connect-to", metavar="A", help="With --live: the gateway's address.")
+    ] = "",
+    ca_file: Annotated[
+        Path | None, typer.Option("--ca-file", metavar="F", help="With --live: whom the client trusts.")
+    ] = None,
     as_json: options.AsJson = False,
     junit: Annotated[Path | None, typer.Option("--junit", metavar="P", help="Write JUnit XML.")] = None,
     html: Annotated[Path | None, typer.Option("--html", metavar="P", help="Write a page with plots.")] = None,
@@ -74,13 +104,11 @@ def verify(
 ) -> None:
     """Prove on this node that the ceiling is real: the tree, the ways past it, and the bytes of a while.
 
-    Makes no traffic of its own but the frames that prove the steering. 0: all holds; 1: findings; 4: something
-    could not be looked at.
+    Makes no traffic of its own but the frames that prove the steering, unless --live asks for it. 0: all holds;
+    1: findings; 4: something could not be looked at.
     """
-    from kura_shaper.verify.collect import NodeReader
-    from kura_shaper.verify.observed import Question
-    from kura_shaper.verify.run import Settings, run
-
+    if live and (static or not url):
+        raise UsageError("--live needs --url, and can't be --static", remedy="e.g. --live --url https://HOST/object/N")
     settings = Settings(
         duration_ms=0 if static else round(duration * 1_000),
         window_ms=window,
@@ -97,20 +125,40 @@ def verify(
         host_reserve=options.rate_option("--host-reserve", host_reserve) if host_reserve else None,
     )
     question = Question(load_tenants(tenants, overlay=overlay), asked, gateway=gateway, old_worker_s=old_worker)
+    earlier = read_facts(after) if after else None
+    counts = _streams(streams) if live else (1,)
     with ExitStack() as stack:
+        where = Where(url, launcher=live_from, connect_to=connect_to, ca_file=ca_file)
+        load = _load(stack, where, counts, question, settings) if live else None
         files = _open_files(stack, junit=junit, html=html, bundle=bundle)
         asks = MasterSocket(master_socket) if master_socket else None
         reader = stack.enter_context(NodeReader(device, clock=SystemClock(), gateway=asks))
-        started_at = datetime.now().astimezone().isoformat(timespec="seconds")
-        with WaitProgress(settings.duration_ms) as progress:
-            report = run(question, reader, settings, started_at=started_at, tell=progress.tell)
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        with WaitProgress(settings.duration_ms * len(counts)) as progress:
+            report = run(question, reader, settings, started_at=now, tell=progress.tell, load=load, earlier=earlier)
         if redact:
-            from kura_shaper.verify.report.redact import redacted
-
             report = redacted(report)
         _write(report, files)
         _print(report, as_json=as_json)
     raise typer.Exit(report.exit_code)
+
+
+def _streams(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdecimal() and 0 < int(part) <= _STREAMS_MAX for part in parts):
+        remedy = f"e.g. 1,4,8, each up to {_STREAMS_MAX}"
+        raise UsageError(f"--streams {text[:64]!r} is no list of numbers", remedy=remedy)
+    return tuple(int(part) for part in parts)
+
+
+def _load(stack: ExitStack, where: Where, counts: tuple[int, ...], question: Question, settings: Settings) -> LoadRun:
+    if find_spec("h2") is None:
+        raise UsageError("--live needs the lab's clients", remedy="pip install 'kura-shaper[lab]'")
+    from kura_shaper.cli.verify_live import TrafficClient
+
+    client = TrafficClient(question.document, where, duration_ms=settings.duration_ms)
+    stack.callback(client.close)
+    return LoadRun(client, counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +181,6 @@ def _open_files(stack: ExitStack, *, junit: Path | None, html: Path | None, bund
 
 
 def _write(report: Report, files: _Files) -> None:
-    from kura_shaper.verify.report.bundle import write_bundle
-    from kura_shaper.verify.report.machine import to_junit
-
     page = ""
     if files.html:
         from kura_shaper.verify.report.html import to_html
@@ -152,9 +197,6 @@ def _write(report: Report, files: _Files) -> None:
 
 
 def _print(report: Report, *, as_json: bool) -> None:
-    from kura_shaper.verify.report.machine import to_json
-    from kura_shaper.verify.report.text import to_lines
-
     if as_json:
         show.print_json(to_json(report))
         return

@@ -28,6 +28,7 @@ from kura_shaper.tree.model import HTB_HANDLE, Handle, MqQdisc
 from kura_shaper.tree.observe import marks_in_force
 from kura_shaper.tree.preflight import is_ours
 from kura_shaper.tree.snapshot import Snapshot, Unknown
+from kura_shaper.verify.after import read_boot
 from kura_shaper.verify.observed import NodeReading, Sockets, Traffic
 from kura_shaper.verify.track import Sample, Tracker
 
@@ -101,12 +102,19 @@ class NodeReader:
             holders=holders,
             attribution=self._attribution(),
             bandwidth_manager=str(self._throttle_map) if _exists(self._throttle_map) else "",
+            boot=read_boot(),
         )
 
     def watch(
-        self, question: Question, *, duration_ns: int, window_ns: int, tell: Callable[[int], None] = lambda _: None
+        self,
+        question: Question,
+        *,
+        duration_ns: int,
+        window_ns: int,
+        tell: Callable[[int], None] = lambda _: None,
+        is_over: Callable[[], bool] = lambda: True,
     ) -> Traffic | Unknown:
-        """Look at the counters for a while, and tell how long it has been. Makes no traffic."""
+        """Look at the counters for a while, and until is_over says so; tell how long it has been. Makes no traffic."""
         first = self._control.snapshot()
         if isinstance(first, Unknown):
             return first
@@ -116,10 +124,10 @@ class NodeReader:
             start_ns = self._clock.now_ns()
             tracker.add(self._sample())
             before = self._sockets(question)
-            while (passed_ns := self._clock.now_ns() - start_ns) < duration_ns:
+            while (passed_ns := self._clock.now_ns() - start_ns) < duration_ns or not is_over():
                 tell(passed_ns)
                 # From the end of the last sample, so that no two are closer than a window.
-                self._clock.wait_ns(min(window_ns, max(1, duration_ns - passed_ns)))
+                self._clock.wait_ns(window_ns)
                 tracker.add(self._sample())
             # The counters of the classes frame those of the sockets, so that what these sent is all in between.
             after = self._sockets(question)

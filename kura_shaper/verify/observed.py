@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from kura_shaper.tree.model import Device
     from kura_shaper.tree.observe import Compared
     from kura_shaper.tree.snapshot import Snapshot
+    from kura_shaper.verify.active import Load
+    from kura_shaper.verify.after import Facts
 
 
 NOT_READ = Unknown("not read")
@@ -48,7 +50,8 @@ class NodeReading:
     """One reading of everything that stands still.
 
     proof is None where no steering is in force to prove; attribution is None when no gateway was to be asked;
-    bandwidth_manager is the path of what Cilium's leaves behind while it is on, "" without that.
+    bandwidth_manager is the path of what Cilium's leaves behind while it is on, "" without that; boot names this
+    boot of the node.
     """
 
     device: Device
@@ -64,6 +67,7 @@ class NodeReading:
     holders: Holders | Unknown = NOT_READ
     attribution: Attribution | Unknown | None = None
     bandwidth_manager: str = ""
+    boot: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +137,7 @@ class Observed:
 
     `expected` is the document's tree on this device and what it would take to have it, Unknown where there is no
     tree of ours to compare; `wanted` is that tree alone, also where none is there yet. `impossible` is why there can
-    be none at all. traffic is None when it was not looked at.
+    be none at all. traffic, load and earlier are None when they were not looked at, made or given.
     """
 
     question: Question
@@ -142,3 +146,5 @@ class Observed:
     expected: Compared | Unknown
     impossible: str = ""
     traffic: Traffic | Unknown | None = None
+    load: Load | Unknown | None = None
+    earlier: Facts | None = None

@@ -13,6 +13,8 @@ from kura_shaper.verify.values import Finding, Outcome, Phase, Result, Severity,
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from kura_shaper.verify.active import LoadRun
+    from kura_shaper.verify.after import Facts
     from kura_shaper.verify.collect import NodeReader
     from kura_shaper.verify.observed import Observed, Question
 
@@ -93,20 +95,33 @@ def run(
     *,
     started_at: str = "",
     tell: Callable[[str, int], None] = lambda *_: None,
+    load: LoadRun | None = None,
+    earlier: Facts | None = None,
 ) -> Report:
-    """Make one run. tell hears what is done and how many ms of looking are over."""
+    """Make one run. tell hears what is done and how many ms of looking are over.
+
+    With a load the traffic is looked at until that is over, with earlier facts this run is held against them.
+    """
     tell("reading the node", 0)
     node = reader.read(question)
     traffic = None
+    phases = {Phase.STATIC}
     if settings.duration_ms:
+        phases.add(Phase.PASSIVE)
+        if load:
+            phases.add(Phase.ACTIVE)
+            load.start()
         traffic = reader.watch(
             question,
             duration_ns=settings.duration_ms * _NS_PER_MS,
             window_ns=settings.window_ms * _NS_PER_MS,
             tell=lambda passed_ns: tell("looking at the traffic", passed_ns // _NS_PER_MS),
+            is_over=lambda: load is None or load.is_over,
         )
-    phases = {Phase.STATIC, Phase.PASSIVE} if settings.duration_ms else {Phase.STATIC}
-    observed = observed_of(question, node, traffic)
+    if earlier:
+        phases.add(Phase.AFTER)
+    made = load.result() if load and settings.duration_ms else None
+    observed = replace(observed_of(question, node, traffic), load=made, earlier=earlier)
     return Report(observed, settings, tuple(judge(observed, settings, phases)), started_at)
 
 

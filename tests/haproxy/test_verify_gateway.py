@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import PurePath
@@ -10,7 +14,7 @@ from typing import TYPE_CHECKING
 import gateway_rig
 import pytest
 from gateway_rig import VERSIONS
-from gateway_wire import BETA, DOCUMENT, NIC, Clients, Wire, gateway_on_a_wire, traffic
+from gateway_wire import BETA, DOCUMENT, NIC, NODE, Clients, Wire, gateway_on_a_wire, traffic
 
 from kura_shaper.clock import SystemClock
 from kura_shaper.haproxy.master import MasterSocket
@@ -115,3 +119,36 @@ def test_a_gateway_that_can_not_mark_is_named_and_so_is_what_follows_from_it(ver
             report = verify(wire)
     codes = {finding.code.name for finding in report.findings}
     assert codes == {"gateway-cant-mark", "unattributed-bytes", "socket-unmarked"}
+
+
+def test_load_from_outside_over_one_stream_and_over_many_is_held_by_the_same_ceiling(
+    wire: Wire, tmp_path: Path
+) -> None:
+    """The whole command, in the node's namespace, with its client in the world."""
+    document = tmp_path / "tenants.yaml"
+    document.write_text(_document_text())
+    command = [
+        *(sys.executable, "-m", "kura_shaper", "verify", "--tenants", str(document), "--device", NIC),
+        *("--budget", "4G", "--json", "--accept", "retransmits-high", "--duration", "1.5"),
+        *("--live", "--url", "https://acme.kura.test/object/268435456", "--streams", "1,4", "--connect-to", NODE),
+        *("--ca-file", str(wire.rig.ca_file), "--live-from", f"nsenter --net={wire.world.network}"),
+    ]
+    argv = ["nsenter", f"--net={wire.near.namespace.network}", *command]
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, (ended.stdout[-3000:], ended.stderr)
+    (live,) = [check for check in json.loads(ended.stdout)["checks"] if check["name"] == "live"]
+    assert live["outcome"] == "holds", live
+    rates = [float(number) for number in re.findall(r"streams ([0-9.]+) Mbit/s", live["seen"])]
+    assert len(rates) == 2
+    assert all(rate <= 101.0 for rate in rates), live
+
+
+def _document_text() -> str:
+    """The document of the gateway, for the command."""
+    rows = [
+        f"  - {{name: {t.name}, class: {t.class_id:#x}, floor: 0, ceiling: {t.ceiling}, hosts: [{t.hosts[0]}],"
+        f' peer_hosts: [{t.peer_hosts[0]}], backends: {{http: {{address: "127.0.0.1:4000"}},'
+        f' grpc: {{address: "127.0.0.1:4000"}}, peer: {{address: "127.0.0.1:6000"}}}}}}'
+        for t in DOCUMENT.tenants
+    ]
+    return "\n".join(["apiVersion: kura-shaper/v1", "kind: Tenants", "region: test", "tenants:", *rows]) + "\n"

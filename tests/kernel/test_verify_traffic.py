@@ -403,3 +403,25 @@ def test_quiet_where_there_is_no_terminal_and_text_says_what_was_seen(rig: Verif
     assert "holds    gateway-ports" in ended.stdout
     assert f"ports 443, 7443: {GATEWAY}" in ended.stdout
     assert ended.stdout.rstrip().splitlines()[-1].startswith("nic0: pass: ")
+
+
+def test_after_a_restart_of_the_gateway_nothing_changed_and_after_one_of_the_tree_it_did(
+    network: Network, capabilities: Capabilities, cli: Cli, tenants: Path, tmp_path: Path
+) -> None:
+    rig = VerifyRig(network, capabilities)
+    rig.shape()
+    earlier = tmp_path / "earlier.json"
+    fixed = ["verify", "--tenants", str(tenants), "--device", "nic0", "--budget", "100M", "--static", "--json"]
+    with gateway():
+        with client(rig, mark_of(), 20 * _KB):
+            pass
+        earlier.write_text(cli(*fixed).stdout)
+    with gateway():
+        ended = cli(*fixed, "--after", str(earlier))
+        assert ended.status == 0, ended.stdout
+        (restart,) = [check for check in json.loads(ended.stdout)["checks"] if check["name"] == "restart"]
+        assert "the gateway was restarted" in restart["seen"]
+        tc("qdisc del dev nic0 root")
+        rig.shape()
+        ended = cli(*fixed, "--after", str(earlier))
+    assert [finding["code"] for finding in json.loads(ended.stdout)["findings"]] == ["tree-rebuilt"]

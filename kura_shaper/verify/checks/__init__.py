@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kura_shaper.verify.checks import byways, gateway, node, rates, tree, wire
+from kura_shaper.verify.checks import after, byways, gateway, live, node, rates, tree, wire
 
 if TYPE_CHECKING:
     from kura_shaper.verify.values import Check, Code
@@ -16,6 +16,8 @@ CHECKS: tuple[Check, ...] = (
     *gateway.CHECKS,
     *rates.CHECKS,
     *wire.CHECKS,
+    *live.CHECKS,
+    *after.CHECKS,
 )
 
 

@@ -110,16 +110,8 @@ def _capability(observed: Observed) -> Judged:
         return Judged(skipped=f"no process {gateway!r} listens on a gateway port")
     unable = [process for process in ours if process.can_mark is False]
     if unable:
-        return Judged(
-            findings=tuple(
-                Finding(
-                    CANT_MARK,
-                    f"{process} has no CAP_NET_ADMIN, nor what may stand for it",
-                    evidence={"pid": process.pid},
-                )
-                for process in unable
-            )
-        )
+        words = "has no CAP_NET_ADMIN, nor what may stand for it"
+        return Judged(findings=tuple(Finding(CANT_MARK, f"{p} {words}", evidence={"pid": p.pid}) for p in unable))
     if any(process.can_mark is None for process in ours):
         return Judged(unknown="the gateway's capabilities can't be read")
     return Judged(f"pid {', '.join(str(process.pid) for process in ours)} may set marks")

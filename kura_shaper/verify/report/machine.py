@@ -100,15 +100,12 @@ def _facts(report: Report) -> dict[str, Any]:
     node = report.observed.node
     if not isinstance(node.snapshot, Snapshot):
         return {}
-    counters = node.snapshot.counters
-    sent: dict[str, int] = {}
-    for classid, found in counters.items():
-        sent[f"{classid}"] = found.sent_bytes
     holders = {} if isinstance(node.holders, Unknown) else node.holders.by_inode
     return {
+        "boot": node.boot,
         "ifindex": node.device.ifindex,
         "shape": shape_in_force(node.snapshot),
-        "sent_bytes": sent,
+        "sent_bytes": {str(classid): found.sent_bytes for classid, found in node.snapshot.counters.items()},
         "tenants": {tenant.name: f"{tenant.class_id:#x}" for tenant in report.observed.question.document.tenants},
         "gateway": sorted({process.pid for some in holders.values() for process in some}),
     }

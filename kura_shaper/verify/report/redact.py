@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from kura_shaper.haproxy.sessions import Attribution
 from kura_shaper.tenants.document import Backends
 from kura_shaper.tree.snapshot import Unknown
+from kura_shaper.verify.active import Load
 from kura_shaper.verify.expect import observed_of
 from kura_shaper.verify.observed import Sockets, Traffic
 from kura_shaper.verify.run import Report, judge
@@ -97,7 +98,12 @@ def redacted(report: Report) -> Report:
         traffic = _traffic(traffic, by)
     elif isinstance(traffic, Unknown):
         traffic = by.unknown(traffic)
-    again = observed_of(question, _node(observed.node, by), traffic)
+    load, earlier = observed.load, observed.earlier
+    if isinstance(load, Load):
+        load = replace(load, tenant=by.name(load.tenant))
+    if earlier:
+        earlier = replace(earlier, tenants={by.name(name): class_id for name, class_id in earlier.tenants.items()})
+    again = replace(observed_of(question, _node(observed.node, by), traffic), load=by.unknown(load), earlier=earlier)
     phases = {result.check.phase for result in report.results}
     return replace(report, observed=again, results=tuple(judge(again, report.settings, phases)))
 
