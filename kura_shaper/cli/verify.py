@@ -22,6 +22,7 @@ from kura_shaper.tenants.file import load_tenants
 from kura_shaper.tree.observe import Asked
 from kura_shaper.verify.active import LoadRun, Where
 from kura_shaper.verify.after import read_facts
+from kura_shaper.verify.checks import CHECKS
 from kura_shaper.verify.collect import NodeReader
 from kura_shaper.verify.observed import Question
 from kura_shaper.verify.report.bundle import write_bundle
@@ -43,6 +44,15 @@ def register(app: typer.Typer) -> None:
         "verify",
         epilog="Example: kura-shaper verify --tenants tenants.yaml --device eth0 --budget 3G --html verify.html",
     )(verify)
+
+
+def _list_findings(wanted: bool) -> None:
+    if not wanted:
+        return
+    for check in CHECKS:
+        for code in check.codes:
+            show.say(f"{code.severity:<8} {code.name:<22} {code.meaning}")
+    raise typer.Exit
 
 
 def verify(
@@ -94,6 +104,12 @@ def verify(
     ca_file: Annotated[
         Path | None, typer.Option("--ca-file", metavar="F", help="With --live: whom the client trusts.")
     ] = None,
+    _findings: Annotated[
+        bool,
+        typer.Option(
+            "--findings", help="List every finding there is, and leave.", callback=_list_findings, is_eager=True
+        ),
+    ] = False,
     as_json: options.AsJson = False,
     junit: Annotated[Path | None, typer.Option("--junit", metavar="P", help="Write JUnit XML.")] = None,
     html: Annotated[Path | None, typer.Option("--html", metavar="P", help="Write a page with plots.")] = None,

@@ -17,7 +17,7 @@ from kura_shaper.kernel import byways
 from kura_shaper.kernel.client import TcClient
 from kura_shaper.kernel.device import KernelTrafficControl
 from kura_shaper.kernel.device_counters import DeviceCounters
-from kura_shaper.kernel.dump import read_counters
+from kura_shaper.kernel.dump import read_counters, read_snapshot
 from kura_shaper.kernel.links import egress_devices, read_device
 from kura_shaper.kernel.processes import read_holders
 from kura_shaper.kernel.prove import prove_steering
@@ -87,6 +87,7 @@ class NodeReader:
         if not isinstance(listeners, Unknown):
             inodes = frozenset(one.inode for one in listeners)
             holders = _or_unknown(lambda: read_holders(inodes))
+        defaults = _or_unknown(egress_devices)
         hardware = links if isinstance(links, Unknown) else _or_unknown(lambda: byways.read_hardware_filters(links))
         return NodeReading(
             device=self.device if isinstance(snapshot, Unknown) else snapshot.device,
@@ -97,7 +98,8 @@ class NodeReader:
             port=_or_unknown(lambda: byways.read_port(self.device)),
             xdp_sockets=_or_unknown(read_xdp_sockets),
             hardware_filters=hardware,
-            default_devices=_or_unknown(egress_devices),
+            default_devices=defaults,
+            other_trees=() if isinstance(defaults, Unknown) else tuple(filter(self._has_tree, defaults)),
             listeners=listeners,
             holders=holders,
             attribution=self._attribution(),
@@ -118,7 +120,7 @@ class NodeReader:
         first = self._control.snapshot()
         if isinstance(first, Unknown):
             return first
-        tracker = Tracker()
+        tracker = Tracker(self.device.gso_max_bytes)
         softnet = _or_unknown(read_softnet)
         try:
             start_ns = self._clock.now_ns()
@@ -163,6 +165,14 @@ class NodeReader:
             return None
         marks = marks_in_force(snapshot)
         return prove_steering(self._control, marks, clock=self._clock) if marks else None
+
+    def _has_tree(self, name: str) -> bool:
+        """Whether another device has a tree of ours. What can't be read has none that anybody could vouch for."""
+        if name == self.device.name:
+            return False
+        other = _or_unknown(partial(read_device, name))
+        found = other if isinstance(other, Unknown) else read_snapshot(self._client, other, clock=self._clock)
+        return not isinstance(found, Unknown) and is_ours(found.root)
 
     def _attribution(self) -> Attribution | Unknown | None:
         gateway = self._gateway

@@ -49,7 +49,8 @@ class Question:
 class NodeReading:
     """One reading of everything that stands still.
 
-    proof is None where no steering is in force to prove; attribution is None when no gateway was to be asked;
+    proof is None where no steering is in force to prove; default_devices are those of the default routes, other_trees
+    the others of them that have a tree of ours; attribution is None when no gateway was to be asked;
     bandwidth_manager is the path of what Cilium's leaves behind while it is on, "" without that; boot names this
     boot of the node.
     """
@@ -63,6 +64,7 @@ class NodeReading:
     xdp_sockets: tuple[XdpSocket, ...] | Unknown = ()
     hardware_filters: tuple[HardwareFilter, ...] | Unknown = ()
     default_devices: tuple[str, ...] | Unknown = ()
+    other_trees: tuple[str, ...] = ()
     listeners: tuple[Listener, ...] | Unknown = ()
     holders: Holders | Unknown = NOT_READ
     attribution: Attribution | Unknown | None = None

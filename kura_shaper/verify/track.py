@@ -59,8 +59,9 @@ class _Stretch:
 
 @dataclass(slots=True)
 class Tracker:
-    """Takes in samples in order of time."""
+    """Takes in samples in order of time. packet_bytes is the largest packet that may be under way between counters."""
 
+    packet_bytes: int = 65_536
     readings: int = 0
     longest_window_ns: int = 0
     vanished_at_ns: int | None = None
@@ -151,7 +152,9 @@ class Tracker:
             stalled_ns = stalled_ns + elapsed_ns if moved > 0 and d1.count_bytes == d0.count_bytes else 0
             stall_ns = max(stall_ns, stalled_ns + elapsed_ns if stalled_ns else 0)
         late = fastest * (stall_ns + 2 * spread_ns) // _NS_PER_S
-        return _FRAME_EXTRA_BYTES * self.device_packets + late
+        # At either end a packet may be counted by the one and not yet by the other.
+        under_way = 2 * self.packet_bytes if fastest else 0
+        return _FRAME_EXTRA_BYTES * self.device_packets + late + under_way
 
     def _count_device(self, sample: Sample) -> None:
         if sample.root_bytes is None:

@@ -17,14 +17,20 @@ from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 from verify_rig import STATIC, TENANTS, VerifyRig, gateway, ip, only, tc
 
+from kura_shaper.clock import SystemClock
 from kura_shaper.kernel import bpf
 from kura_shaper.kernel.descriptor import closing
+from kura_shaper.kernel.device import KernelTrafficControl
 from kura_shaper.kernel.errors import KernelRefusedError
+from kura_shaper.kernel.executor import execute
+from kura_shaper.kernel.links import read_device
 from kura_shaper.kernel.sysfs import DeviceSysfs
 from kura_shaper.tenants.file import parse_tenants
-from kura_shaper.tree.build import ShapeChoice
+from kura_shaper.tree.build import ShapeChoice, build
+from kura_shaper.tree.diff import plan
 from kura_shaper.tree.ebpf import steering_program
 from kura_shaper.tree.model import SteeringKind
+from kura_shaper.tree.snapshot import Snapshot
 from kura_shaper.units import Rate
 from kura_shaper.verify.values import Outcome
 
@@ -190,6 +196,7 @@ def test_a_budget_that_can_not_hold_even_a_trickle_for_everyone(rig: VerifyRig) 
     only(rig.verify(), "promises-impossible")
 
 
+@pytest.mark.case("F03")
 @pytest.mark.finding("floors-oversubscribed")
 def test_floors_that_add_up_to_more_than_the_budget(rig: VerifyRig) -> None:
     text = TENANTS.replace("floor: 25M", "floor: 50M").replace("floor: 0", "floor: 80M")
@@ -223,6 +230,11 @@ def test_a_default_route_by_another_device(rig: VerifyRig) -> None:
     ip("link set other0 up")
     ip("-6 route add default dev other0")
     only(rig.verify(), "route-elsewhere")
+    other = read_device("other0")
+    made = build(rig.document, other, settings=rig.settings, capabilities=rig.capabilities)
+    control = KernelTrafficControl(rig.network.client(), other, clock=SystemClock())
+    execute(plan(made, Snapshot(other, None)).operations, control, clock=SystemClock())
+    assert rig.verify().findings == (), "it has a tree of its own"
 
 
 @pytest.mark.finding("xdp-attached")
@@ -271,6 +283,7 @@ def test_a_gateway_port_that_nobody_listens_on(network: Network, capabilities: C
     assert [finding.evidence["port"] for finding in report.findings] == [GATEWAY_PORT]
 
 
+@pytest.mark.case("F71")
 @pytest.mark.finding("gateway-port-foreign")
 @pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM])
 def test_another_process_on_a_gateway_port_is_named(

@@ -37,6 +37,8 @@ pytestmark = pytest.mark.privileged
 
 _KB, _LOTS = 1_000, 1 << 31
 _STRANGE = 0x0999
+# Who wants more than he gets loses what his queue can't hold: that is how TCP finds its rate.
+FULL = replace(PATIENT, accepted=frozenset({"retransmits-high"}))
 _QDISC_BYPASS = 20
 _RANDOM = 0xFFFFF038  # SKF_AD_OFF + SKF_AD_RANDOM
 
@@ -87,7 +89,7 @@ def test_a_healthy_node_under_traffic_has_no_finding(network: Network, capabilit
 def test_tenants_that_want_everything_get_their_floors_and_no_more_than_their_ceilings(rig: VerifyRig) -> None:
     with client(rig, mark_of(), _LOTS, reads=True), client(rig, mark_of(ZETA.minor), _LOTS, reads=True):
         time.sleep(0.5)
-        report = rig.verify(replace(PATIENT, duration_ms=3_000, accepted=frozenset({"retransmits-high"})))
+        report = _verify_full(rig)
     assert [finding.message for finding in report.findings] == []
     for name in ("ceilings", "budget", "floors", "sockets"):
         assert outcome(report, name) is Outcome.HOLDS, name
@@ -110,7 +112,7 @@ def test_a_tenant_above_its_ceiling(rig: VerifyRig) -> None:
     """The tree has another ceiling from the moment on that it was looked at: only the bytes can tell."""
     change = "class change dev nic0 parent 20:3 classid 20:2a7 htb rate 25mbit ceil 90mbit burst 64k cburst 64k prio 1"
     with client(rig, mark_of(), _LOTS, reads=True):
-        only(rig.verify(replace(PATIENT, duration_ms=2_000), meanwhile=lambda: tc(change)), "ceiling-exceeded")
+        only(rig.verify(replace(FULL, duration_ms=2_000), meanwhile=lambda: tc(change)), "ceiling-exceeded")
 
 
 @pytest.mark.traffic
@@ -118,9 +120,8 @@ def test_a_tenant_above_its_ceiling(rig: VerifyRig) -> None:
 @pytest.mark.finding("budget-exceeded")
 def test_all_tenants_together_above_the_budget(rig: VerifyRig) -> None:
     change = "class change dev nic0 parent 20:1 classid 20:3 htb rate 400mbit ceil 400mbit burst 64k cburst 64k"
-    accepted = frozenset({"retransmits-high"})
     with client(rig, mark_of(), _LOTS, reads=True), client(rig, mark_of(ZETA.minor), _LOTS, reads=True):
-        settings = replace(PATIENT, duration_ms=2_000, accepted=accepted)
+        settings = replace(FULL, duration_ms=2_000)
         only(rig.verify(settings, meanwhile=lambda: tc(change)), "budget-exceeded")
 
 
@@ -129,11 +130,23 @@ def test_all_tenants_together_above_the_budget(rig: VerifyRig) -> None:
 @pytest.mark.finding("floor-missed")
 def test_a_tenant_that_waits_and_gets_less_than_its_floor(rig: VerifyRig) -> None:
     change = "class change dev nic0 parent 20:3 classid 20:2a7 htb rate 1mbit ceil 50mbit prio 5 burst 64k cburst 64k"
-    accepted = frozenset({"retransmits-high"})
-    with client(rig, mark_of(), _LOTS, reads=True), client(rig, mark_of(ZETA.minor), _LOTS, reads=True):
+    with ExitStack() as stack:
+        stack.enter_context(client(rig, mark_of(), _LOTS, reads=True))
+        for _ in range(3):  # so that the budget is full whatever one of them waits for
+            stack.enter_context(client(rig, mark_of(ZETA.minor), _LOTS, reads=True))
         time.sleep(0.5)
-        settings = replace(PATIENT, duration_ms=3_000, accepted=accepted)
-        only(rig.verify(settings, meanwhile=lambda: tc(change)), "floor-missed")
+        report = _verify_full(rig, meanwhile=lambda: tc(change))
+    only(report, "floor-missed")
+
+
+def _verify_full(rig: VerifyRig, *, meanwhile: Callable[[], object] = lambda: None) -> Report:
+    """Look until the budget was full for a while: on a busy machine the senders may not fill it at once."""
+    for _ in range(5):
+        report = rig.verify(replace(FULL, duration_ms=3_000), meanwhile=meanwhile)
+        if outcome(report, "floors") is not Outcome.SKIPPED:
+            break
+        rig.shape()
+    return report
 
 
 # Bytes that pass the tree by, or nobody can be charged with.
@@ -165,6 +178,7 @@ def test_packets_that_pass_without_a_class(rig: VerifyRig) -> None:
     only(rig.verify(PATIENT, meanwhile=meanwhile), "direct-packets")
 
 
+@pytest.mark.case("E4")
 @pytest.mark.finding("bytes-outside")
 def test_frames_that_pass_every_qdisc(rig: VerifyRig) -> None:
     def meanwhile() -> None:
@@ -224,6 +238,7 @@ def test_clients_on_the_node_itself_are_left_aside(rig: VerifyRig) -> None:
     assert outcome(report, "sockets") is Outcome.SKIPPED
 
 
+@pytest.mark.case("F15")
 @pytest.mark.finding("bytes-not-in-class")
 def test_a_configuration_that_is_right_and_bytes_that_do_not_pass_it(rig: VerifyRig) -> None:
     """The failure that this product exists for: each value is as it should be, and the traffic goes another way.
@@ -231,7 +246,7 @@ def test_a_configuration_that_is_right_and_bytes_that_do_not_pass_it(rig: Verify
     Here a program on the way out gives acme's packets zeta's mark, after everything was looked at.
     """
     with client(rig, mark_of(), _LOTS, reads=True):
-        report = rig.verify(PATIENT, meanwhile=lambda: _mark_all(rig, mark_of(ZETA.minor)))
+        report = rig.verify(FULL, meanwhile=lambda: _mark_all(rig, mark_of(ZETA.minor)))
     only(report, "bytes-not-in-class")
     assert report.findings[0].tenant == "acme"
 
@@ -405,6 +420,7 @@ def test_quiet_where_there_is_no_terminal_and_text_says_what_was_seen(rig: Verif
     assert ended.stdout.rstrip().splitlines()[-1].startswith("nic0: pass: ")
 
 
+@pytest.mark.case("F72")
 def test_after_a_restart_of_the_gateway_nothing_changed_and_after_one_of_the_tree_it_did(
     network: Network, capabilities: Capabilities, cli: Cli, tenants: Path, tmp_path: Path
 ) -> None:

@@ -114,7 +114,8 @@ def beside(*pairs: tuple[int, int], packets: int = 0) -> int:
 
 
 def test_bytes_that_the_root_qdisc_never_saw_are_outside() -> None:
-    assert beside((100, 50), (1_100, 1_050), (7_100, 2_050)) == 5_000
+    assert beside((100, 50), (100, 50), (5_100, 50)) == 5_000, "nothing else moved"
+    assert beside((100, 50), (1_100, 1_050), (907_100, 2_050)) == 905_000 - 2 * 65_536, "packets may be under way"
 
 
 def test_what_counters_of_a_device_differ_by_is_not_outside() -> None:
@@ -125,6 +126,10 @@ def test_what_counters_of_a_device_differ_by_is_not_outside() -> None:
 def test_a_driver_that_fetches_its_counters_now_and_then_is_late_and_not_outside() -> None:
     late = [(10_000 * (number // 5) * 5, 10_000 * number) for number in range(3, 21)]
     assert beside(*late) == 0
+
+
+def test_a_packet_that_only_one_of_the_counters_has_yet_is_not_outside() -> None:
+    assert beside((0, 40_000), (400_000, 400_000), (800_000, 800_000)) == 0
 
 
 def test_a_root_qdisc_that_can_not_be_read_tells_nothing() -> None:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 ROUTE_ELSEWHERE = Code(
     "route-elsewhere",
     Severity.ERROR,
-    "a default route leaves by a device that this tree is not on",
-    "shape that device too, or mend the route; with several devices, verify each",
+    "a default route leaves by a device that no tree is on",
+    "shape that device too (`kura-shaper apply --device`), or mend the route",
 )
 XDP_ATTACHED = Code(
     "xdp-attached",
@@ -47,13 +47,15 @@ def _routes(observed: Observed) -> Judged:
     if isinstance(devices, Unknown):
         return Judged(unknown=devices.reason)
     others = [device for device in devices if device != name]
-    if others:
+    bare = [device for device in others if device not in observed.node.other_trees]
+    if bare:
         also = "also " if name in devices else ""
-        message = f"default routes {also}leave by {', '.join(others)}, which this run does not look at"
+        message = f"default routes {also}leave by {', '.join(bare)}, where no tree of ours is"
         return Judged(findings=(Finding(ROUTE_ELSEWHERE, message, evidence={"devices": tuple(devices)}),))
     if not devices:
         return Judged("no default route here: clients are reached by routes of their own")
-    return Judged(f"every default route leaves by {name}")
+    also = f", and by {', '.join(others)}, with trees of their own: verify each" if others else ""
+    return Judged(f"default routes leave by {name if name in devices else 'other devices'}{also}")
 
 
 def _past(observed: Observed) -> Judged:

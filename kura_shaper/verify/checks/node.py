@@ -105,16 +105,15 @@ def _marks(observed: Observed) -> Judged:
     names = [link.name for link in node.links]
     findings = []
     for user in document.marks.overlaps():
-        signs = user.on_every_node or [name for name in names if name.startswith(_SIGNS.get(user.name, ("\0",)))]
-        if signs:
-            findings.append(_collision(user, document, signs))
+        signs = [name for name in names if name.startswith(_SIGNS.get(user.name, ("\0",)))]
+        if signs or user.on_every_node:
+            findings.append(_collision(user, document, ", ".join(signs[:3]) or "on every node"))
     findings += [found for rule in node.rules if (found := _routed(rule, document))]
     seen = f"mask {document.marks.mask:#010x}: {len(node.rules)} routing rules by mark take none of its values"
     return Judged(seen, tuple(findings))
 
 
-def _collision(user: MarkUser, document: TenantsDocument, signs: bool | list[str]) -> Finding:  # noqa: FBT001
-    where = ", ".join(signs[:3]) if isinstance(signs, list) else "every node"
+def _collision(user: MarkUser, document: TenantsDocument, where: str) -> Finding:
     message = f"{user} uses bits {user.mask & document.marks.mask:#010x} of the mask, and is here: {where}"
     return Finding(MARK_COLLISION, message, evidence={"user": user.name, "mask": f"{user.mask:#010x}"})
 

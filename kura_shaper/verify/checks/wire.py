@@ -156,7 +156,9 @@ def _sockets(observed: Observed) -> Judged:
     findings = (*_unmarked(outward, observed), *_missing(before.connections, outward, observed, traffic))
     elsewhere = len(after.connections) - len(outward)
     aside = f"; {elsewhere} with peers on this node left aside" if elsewhere else ""
-    return Judged(f"{len(outward)} connections of gateway ports, each with a tenant's mark{aside}", findings)
+    held = sum(traffic.ways.get(str(one.peer)) == observed.node.device.ifindex for one in outward)
+    words = f"{len(outward)} connections of gateway ports, each with a tenant's mark"
+    return Judged(f"{words}; bytes of {held} of them held against classes{aside}", findings)
 
 
 def _leaves(one: Connection, observed: Observed, traffic: Traffic) -> bool:
@@ -203,13 +205,15 @@ def _missing(
 ) -> Iterable[Finding]:
     """Return the tenants whose connections sent more than their class counted.
 
-    Of connections that were there at both readings, so it is the least that they can have sent.
+    Of connections that were there at both readings and are known to leave by this very device (not by a bond, which
+    has other ports too), so it is the least that they can have sent.
     """
     marks, known = observed.question.document.marks, {one.cookie: one for one in before}
     sent: Counter[int] = Counter()
     for one in after:
         earlier = known.get(one.cookie)
-        if earlier and one.mark == earlier.mark and one.mark and one.sent_bytes is not None:
+        is_ours = traffic.ways.get(str(one.peer)) == observed.node.device.ifindex
+        if earlier and is_ours and one.mark == earlier.mark and one.mark and one.sent_bytes is not None:
             sent[marks.class_id(one.mark)] += max(0, one.sent_bytes - (earlier.sent_bytes or 0))
     for tenant in observed.question.document.tenants:
         series = traffic.sent.get(tenant.class_id)
