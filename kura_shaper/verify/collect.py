@@ -6,6 +6,7 @@ The one thing that it sends are the few frames that prove the steering (see `ker
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -136,26 +137,12 @@ class NodeReader:
             tracker.add(self._sample())
         except KuraShaperError as error:
             return Unknown(str(error))
-        last = self._control.snapshot()
-        return Traffic(
-            start_ns=start_ns,
-            end_ns=self._clock.now_ns(),
-            window_ns=window_ns,
-            readings=tracker.readings,
-            sent=tracker.sent(),
-            device=tracker.device(),
-            root=tracker.root(),
-            device_packets=tracker.device_packets,
-            outside_bytes=tracker.outside_bytes(),
-            direct_packets=_direct(first, last),
-            longest_window_ns=tracker.longest_window_ns,
-            vanished_at_ns=tracker.vanished_at_ns,
-            hungry=tracker.hungry(),
-            broken=tracker.broken,
+        seen = tracker.traffic(start_ns, self._clock.now_ns(), window_ns)
+        return replace(
+            seen,
+            direct_packets=_direct(first, self._control.snapshot()),
             before=before,
             after=after,
-            backlog_bytes=tracker.backlog_bytes,
-            dropped_packets=tracker.dropped_packets,
             ways=self._ways(after),
             softnet=softnet if isinstance(softnet, Unknown) else _or_unknown(lambda: (softnet, read_softnet())),
         )

@@ -15,7 +15,7 @@ from kura_shaper.agent.accounting import Outside
 from kura_shaper.measure import Reading, Series
 from kura_shaper.tenants.marks import ReservedClass
 from kura_shaper.tree.model import ROOT
-from kura_shaper.verify.observed import Hungry
+from kura_shaper.verify.observed import Hungry, Traffic
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -94,6 +94,26 @@ class Tracker:
         self._note_hungry(sample)
         self._first = self._first or sample
         self._last = sample
+
+    def traffic(self, start_ns: int, end_ns: int, window_ns: int) -> Traffic:
+        """Return all that was seen, but for what no counter tells."""
+        return Traffic(
+            start_ns=start_ns,
+            end_ns=end_ns,
+            window_ns=window_ns,
+            readings=self.readings,
+            sent=self.sent(),
+            device=self.device(),
+            root=self.root(),
+            device_packets=self.device_packets,
+            outside_bytes=self.outside_bytes(),
+            longest_window_ns=self.longest_window_ns,
+            vanished_at_ns=self.vanished_at_ns,
+            hungry=self.hungry(),
+            broken=self.broken,
+            backlog_bytes=self.backlog_bytes,
+            dropped_packets=self.dropped_packets,
+        )
 
     def sent(self) -> dict[int, Series]:
         """Return the readings of each class id, up to the last sample."""

@@ -24,7 +24,7 @@ from kura_shaper.tree.operations import AddHook, SetFilter
 from kura_shaper.verify.values import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
     from xml.etree import ElementTree as ET
 
@@ -185,12 +185,13 @@ def test_frames_that_pass_every_qdisc(rig: VerifyRig) -> None:
         with socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM) as sender:
             sender.setsockopt(263, _QDISC_BYPASS, 1)
             sender.bind(("nic0", 0))
-            for _ in range(100):
+            for _ in range(400):
                 sender.sendto(bytes(1_400), ("nic0", 0x0800, 0, 0, b"\2\0\0\0\0\1"))
 
     report = rig.verify(PATIENT, meanwhile=meanwhile)
     only(report, "bytes-outside")
-    assert int(str(report.findings[0].evidence["outside_bytes"])) > 100 * 1_300
+    # Less what packets under way may explain: a node always has a few of its own.
+    assert int(str(report.findings[0].evidence["outside_bytes"])) > 400 * 1_414 - 2 * 65_536 - 50_000
 
 
 def test_ordinary_frames_are_not_outside_whatever_their_number(rig: VerifyRig) -> None:

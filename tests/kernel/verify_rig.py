@@ -116,7 +116,9 @@ class VerifyRig:
 
 def only(report: Report, code: str) -> None:
     """Assert that a report has this finding, once or more, and no other."""
-    found = [f"{finding.code.name}: {finding.message}" for finding in report.findings]
+    found = [f"{finding.code.name}: {finding.message}" for finding in report.findings] or [
+        f"{result.check.name}: {result.unknown or result.words}" for result in report.results
+    ]
     assert {finding.code.name for finding in report.findings} == {code}, found
     assert report.exit_code == 1
 
