@@ -257,7 +257,7 @@ def _xdp_program() -> int:
     attributes = struct.pack(
         "=IIQQIIQII16s", _XDP, 2, ctypes.addressof(code), ctypes.addressof(licence), *(0,) * 5, b""
     )
-    return bpf._bpf(bpf._PROG_LOAD, attributes, doing="loading a program for a test")
+    return bpf.bpf_call(bpf._PROG_LOAD, attributes, doing="loading a program for a test")
 
 
 @pytest.mark.finding("af-xdp-socket")
