@@ -14,6 +14,7 @@ import typer
 
 from kura_shaper.cli import options, show
 from kura_shaper.cli.report import WaitProgress, open_archive, open_page
+from kura_shaper.cli.verify_after import Around, restart_asked
 from kura_shaper.clock import SystemClock
 from kura_shaper.errors import UsageError
 from kura_shaper.haproxy.master import MasterSocket
@@ -21,7 +22,6 @@ from kura_shaper.kernel.probe import probe
 from kura_shaper.tenants.file import load_tenants
 from kura_shaper.tree.observe import Asked
 from kura_shaper.verify.active import LoadRun, Where
-from kura_shaper.verify.after import read_facts
 from kura_shaper.verify.checks import CHECKS
 from kura_shaper.verify.collect import NodeReader
 from kura_shaper.verify.observed import Question
@@ -29,13 +29,16 @@ from kura_shaper.verify.report.bundle import write_bundle
 from kura_shaper.verify.report.machine import to_json, to_junit
 from kura_shaper.verify.report.redact import redacted
 from kura_shaper.verify.report.text import to_lines
+from kura_shaper.verify.restart import Part
 from kura_shaper.verify.run import Settings, run
 
 if TYPE_CHECKING:
+    from kura_shaper.verify.after import Facts
     from kura_shaper.verify.run import Report
 
 _GATEWAY = "haproxy"
 _STREAMS_MAX = 1_024
+_AGENT_PORT = 9469
 
 
 def register(app: typer.Typer) -> None:
@@ -84,10 +87,23 @@ def verify(
     require_traffic: Annotated[
         bool, typer.Option("--require-traffic", help="A check that saw no traffic is unknown (4), not skipped.")
     ] = False,
-    after: Annotated[
+    baseline: Annotated[
         Path | None,
-        typer.Option("--after", metavar="P", help="An earlier --json of this node: did a restart change anything?"),
+        typer.Option("--baseline", metavar="P", help="An earlier --json of this node: did a restart change anything?"),
     ] = None,
+    after: Annotated[
+        Part | None,
+        typer.Option("--after", help="Run, wait for the restart of this part or make it, run again and compare."),
+    ] = None,
+    restart: Annotated[
+        str, typer.Option("--restart", metavar="CMD", help="With --after: what restarts it; no shell is asked.")
+    ] = "",
+    within: Annotated[
+        float, typer.Option("--within", metavar="S", help="With --after: how long the restart may take.")
+    ] = 600.0,
+    agent_port: Annotated[
+        int, typer.Option("--agent-port", metavar="N", help="With --after agent: where it listens.")
+    ] = _AGENT_PORT,
     live: Annotated[
         bool, typer.Option("--live", help="With load from outside, --duration seconds for each number of streams.")
     ] = False,
@@ -141,7 +157,7 @@ def verify(
         host_reserve=options.rate_option("--host-reserve", host_reserve) if host_reserve else None,
     )
     question = Question(load_tenants(tenants, overlay=overlay), asked, gateway=gateway, old_worker_s=old_worker)
-    earlier = read_facts(after) if after else None
+    asked_restart = restart_asked(after, restart, baseline=baseline, within_s=within)
     counts = _streams(streams) if live else (1,)
     with ExitStack() as stack:
         where = Where(url, launcher=live_from, connect_to=connect_to, ca_file=ca_file)
@@ -149,9 +165,16 @@ def verify(
         files = _open_files(stack, junit=junit, html=html, bundle=bundle)
         asks = MasterSocket(master_socket) if master_socket else None
         reader = stack.enter_context(NodeReader(device, clock=SystemClock(), gateway=asks))
-        now = datetime.now().astimezone().isoformat(timespec="seconds")
         with WaitProgress(settings.duration_ms * len(counts)) as progress:
-            report = run(question, reader, settings, started_at=now, tell=progress.tell, load=load, earlier=earlier)
+
+            def once(earlier: Facts | None, with_load: LoadRun | None) -> Report:
+                now = datetime.now().astimezone().isoformat(timespec="seconds")
+                return run(
+                    question, reader, settings, started_at=now, tell=progress.tell, load=with_load, earlier=earlier
+                )
+
+            around = Around(asked_restart, baseline, question.document.gateway, agent_port, tell=progress.tell)
+            report = around.report(once, load)
         if redact:
             report = redacted(report)
         _write(report, files)

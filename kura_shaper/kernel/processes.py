@@ -32,7 +32,8 @@ class Process:
     """A process that holds a socket.
 
     can_mark is whether it may set marks in this network namespace (CAP_NET_ADMIN, from Linux 5.17 on CAP_NET_RAW
-    too, in the user namespace that owns it), None when that can't be read.
+    too, in the user namespace that owns it), None when that can't be read. started_ticks are of the clock since the
+    boot: with the pid they tell a process from any other of this boot (man proc_pid_stat).
     """
 
     pid: int
@@ -40,6 +41,7 @@ class Process:
     program: str = ""
     can_mark: bool | None = None
     age_s: int = 0
+    started_ticks: int = 0
 
     def __str__(self) -> str:
         return f"{self.command} (pid {self.pid}{f', {self.program}' if self.program else ''})"
@@ -71,6 +73,12 @@ def read_holders(inodes: Collection[int], proc: Path = _PROC) -> Holders:
     return Holders({inode: tuple(sorted(some, key=lambda p: p.pid)) for inode, some in held.items()}, unreadable)
 
 
+def read_named(command: str, proc: Path = _PROC) -> tuple[Process, ...]:
+    """Return the processes of that short name, which is at most 15 bytes long (man proc_pid_comm)."""
+    found = (directory for directory in _numbered(proc) if _shown(_text(directory / "comm")) == command)
+    return tuple(sorted((_process(directory, proc, None) for directory in found), key=lambda p: p.pid))
+
+
 def _numbered(proc: Path) -> list[Path]:
     with suppress(OSError):
         return [proc / name for name in os.listdir(proc) if name.isdecimal()]  # noqa: PTH208 - thousands of them
@@ -95,12 +103,14 @@ def _sockets_of(directory: Path) -> set[int] | None:
 
 
 def _process(directory: Path, proc: Path, owner: int | None) -> Process:
+    started_ticks = _started_ticks(directory)
     return Process(
         pid=int(directory.name),
         command=_shown(_text(directory / "comm")),
         program=_shown(_link(directory / "exe")),
         can_mark=_can_mark(directory, owner),
-        age_s=_age_s(directory, proc),
+        age_s=_age_s(started_ticks, proc),
+        started_ticks=started_ticks,
     )
 
 
@@ -144,13 +154,19 @@ def _owner_of_network(proc: Path) -> int | None:
         os.close(owner)
 
 
-def _age_s(directory: Path, proc: Path) -> int:
+def _started_ticks(directory: Path) -> int:
     try:
-        started = int(_text(directory / "stat").rpartition(")")[2].split()[_START_TIME])
+        return int(_text(directory / "stat").rpartition(")")[2].split()[_START_TIME])
+    except (ValueError, IndexError):
+        return 0
+
+
+def _age_s(started_ticks: int, proc: Path) -> int:
+    try:
         up_s = float(_text(proc / "uptime").split()[0])
     except (ValueError, IndexError):
         return 0
-    return max(0, int(up_s) - started // os.sysconf("SC_CLK_TCK"))
+    return max(0, int(up_s) - started_ticks // os.sysconf("SC_CLK_TCK")) if started_ticks else 0
 
 
 def _text(path: Path) -> str:

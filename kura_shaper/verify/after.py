@@ -43,7 +43,7 @@ def read_boot(path: Path = _BOOT) -> str:
 
 def read_facts(path: Path) -> Facts:
     """Return the facts of a report that `--json` wrote. Raises UsageError for a file that is none."""
-    option = f"--after {str(path)!r}"
+    option = f"--baseline {str(path)!r}"
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise UsageError(f"{option} is too large to be a report")
@@ -53,12 +53,13 @@ def read_facts(path: Path) -> Facts:
     except ValueError as error:
         raise UsageError(f"{option} is no JSON", remedy="name a file that `verify --json` wrote") from error
     try:
-        return _facts(found)
+        return facts_in(found)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"{option} has no facts", remedy="name a file that `verify --json` wrote") from error
 
 
-def _facts(found: Any) -> Facts:
+def facts_in(found: Any) -> Facts:
+    """Return the facts of a report's JSON object. Raises what a value of another shape raises."""
     facts = found["facts"]
     return Facts(
         boot=str(facts["boot"]),

@@ -49,6 +49,18 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
+class Before:
+    """How the run before a restart ended: of what part the restart was, the verdict, and the findings' codes."""
+
+    part: str
+    verdict: str
+    findings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"before the restart of the {self.part}: {', '.join((self.verdict, *self.findings))}"
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """What a run came to. started_at is local time with its offset (ISO 8601)."""
 
@@ -56,6 +68,7 @@ class Report:
     settings: Settings
     results: tuple[Result, ...]
     started_at: str = ""
+    before: Before | None = None
 
     @property
     def findings(self) -> tuple[Finding, ...]:

@@ -434,11 +434,11 @@ def test_after_a_restart_of_the_gateway_nothing_changed_and_after_one_of_the_tre
             pass
         earlier.write_text(cli(*fixed).stdout)
     with gateway():
-        ended = cli(*fixed, "--after", str(earlier))
+        ended = cli(*fixed, "--baseline", str(earlier))
         assert ended.status == 0, ended.stdout
         (restart,) = [check for check in json.loads(ended.stdout)["checks"] if check["name"] == "restart"]
         assert "the gateway was restarted" in restart["seen"]
         tc("qdisc del dev nic0 root")
         rig.shape()
-        ended = cli(*fixed, "--after", str(earlier))
+        ended = cli(*fixed, "--baseline", str(earlier))
     assert [finding["code"] for finding in json.loads(ended.stdout)["findings"]] == ["tree-rebuilt"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
 
@@ -39,6 +40,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "checks": [_result(result) for result in report.results],
         "tenants": _tenants(report),
         "facts": _facts(report),
+        "before": asdict(report.before) if report.before else None,
     }
 
 

@@ -22,6 +22,8 @@ def to_lines(report: Report) -> Iterable[str]:
 
 
 def _lines(report: Report) -> Iterable[str]:
+    if report.before:
+        yield str(report.before)
     for finding in report.findings[:_LINES_MAX]:
         yield f"{finding.code.severity}[{finding.code.name}]: {finding.message}"
         yield f"    {finding.code.meaning}"
