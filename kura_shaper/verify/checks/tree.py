@@ -129,7 +129,7 @@ def _owner(observed: Observed) -> Judged:
     if "root" in owners:
         message = f"the root qdisc of {device} is {_words(actual.root)}, which is not of our making"
         return Judged(findings=(Finding(TREE_FOREIGN, message, evidence={"root": _words(actual.root)}),))
-    return Judged(f"root {_words(actual.root)}; nothing of Cilium's bandwidth manager")
+    return Judged(f"root {_words(actual.root)}; no map of Cilium's bandwidth manager is pinned where it keeps it")
 
 
 def _tree(observed: Observed) -> Judged:
