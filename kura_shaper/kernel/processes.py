@@ -74,8 +74,10 @@ def read_holders(inodes: Collection[int], proc: Path = _PROC) -> Holders:
 
 
 def read_named(command: str, proc: Path = _PROC) -> tuple[Process, ...]:
-    """Return the processes of that short name, which is at most 15 bytes long (man proc_pid_comm)."""
-    found = (directory for directory in _numbered(proc) if _shown(_text(directory / "comm")) == command)
+    """Return the running processes of that short name, which is at most 15 bytes long (man proc_pid_comm)."""
+    named = (directory for directory in _numbered(proc) if _shown(_text(directory / "comm")) == command)
+    # One that has ended keeps its name until its parent has asked about it.
+    found = (directory for directory in named if _stat(directory)[:1] not in (["Z"], ["X"]))
     return tuple(sorted((_process(directory, proc, None) for directory in found), key=lambda p: p.pid))
 
 
@@ -154,9 +156,14 @@ def _owner_of_network(proc: Path) -> int | None:
         os.close(owner)
 
 
+def _stat(directory: Path) -> list[str]:
+    """Return the fields of a process's stat from its state on (man proc_pid_stat)."""
+    return _text(directory / "stat").rpartition(")")[2].split()
+
+
 def _started_ticks(directory: Path) -> int:
     try:
-        return int(_text(directory / "stat").rpartition(")")[2].split()[_START_TIME])
+        return int(_stat(directory)[_START_TIME])
     except (ValueError, IndexError):
         return 0
 

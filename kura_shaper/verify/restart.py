@@ -8,6 +8,7 @@ is only just coming up is not taken for one that is back.
 from __future__ import annotations
 
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 CILIUM_PROCESS = "cilium-agent"
 _LOOK_EVERY_NS = 500_000_000
 _NS_PER_MS = 1_000_000
-_STDERR_CHARS = 200
+_STDERR_BYTES = 200
 
 # Process ids with the moment of their start: no two processes of one boot have both.
 Born = frozenset[tuple[int, int]]
@@ -95,13 +96,18 @@ def see_restart(
 
 
 def run_command(command: tuple[str, ...]) -> None:
-    """Run a command, whose output goes nowhere. Raises RefusedError when it can't be started or fails."""
-    try:
-        done = subprocess.run(  # noqa: S603 - the operator's own command, by words and without a shell
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False
-        )
-    except OSError as error:
-        raise RefusedError(f"--restart: {command[0]!r} can't be run: {error.strerror}") from error
-    if done.returncode:
-        said = " ".join(done.stderr.decode(errors="replace").split())[-_STDERR_CHARS:]
-        raise RefusedError(f"--restart: {command[0]!r} ended with {done.returncode}: {said}")
+    """Run a command, whose output goes nowhere. Raises RefusedError when it can't be started or fails.
+
+    What it leaves running may keep its output open: the end of the command alone is waited for.
+    """
+    with tempfile.TemporaryFile() as said:
+        try:
+            done = subprocess.run(  # noqa: S603 - the operator's own command, by words and without a shell
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said, check=False
+            )
+        except OSError as error:
+            raise RefusedError(f"--restart: {command[0]!r} can't be run: {error.strerror}") from error
+        if done.returncode:
+            said.seek(0)
+            words = " ".join(said.read(_STDERR_BYTES).decode(errors="replace").split())
+            raise RefusedError(f"--restart: {command[0]!r} ended with {done.returncode}: {words}")

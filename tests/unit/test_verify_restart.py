@@ -83,6 +83,8 @@ def test_a_command_that_fails_is_refused_and_no_shell_is_asked(tmp_path: Path) -
     with pytest.raises(RefusedError, match="can't be run"):
         run_command((f"/bin/true; touch {beside}",))
     run_command((sys.executable, "-c", "", ";", "touch", str(beside)))
+    # Nor is somebody waited for whom it left running, with its output.
+    run_command((sys.executable, "-c", "import subprocess; subprocess.Popen(['sleep', '5'])"))
     assert not beside.exists()
 
 
@@ -105,10 +107,16 @@ def test_options_that_do_not_go_together(
 
 
 def test_processes_are_told_by_name_and_start(tmp_path: Path) -> None:
-    for pid, name, started in ((7, "cilium-agent", 70), (8, "cilium-agent", 80), (9, "other", 90)):
+    agent = "cilium-agent"
+    for pid, name, state, started in (
+        (7, agent, "S", 70),
+        (8, agent, "R", 80),
+        (9, "other", "S", 90),
+        (6, agent, "Z", 60),
+    ):
         directory = tmp_path / str(pid)
         directory.mkdir()
         (directory / "comm").write_text(f"{name}\n")
-        (directory / "stat").write_text(f"{pid} ({name}) S {' '.join(['0'] * 18)} {started} 0\n")
+        (directory / "stat").write_text(f"{pid} ({name}) {state} {' '.join(['0'] * 18)} {started} 0\n")
     found = read_named("cilium-agent", tmp_path)
     assert [(process.pid, process.started_ticks) for process in found] == [(7, 70), (8, 80)]
