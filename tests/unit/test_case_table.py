@@ -16,10 +16,11 @@ DEMANDED = [
     *(f"C{number}" for number in range(1, 12) if number != 9),
     *("G1", "G5", "G6", "G7"),
 ]
-_ROW = re.compile(r"\| ([A-G]\d+) \| [^|]+ \| (.+) \|")
+# B, P and D below E are the broker's: what it does, faults of other tunnels, shapes of metadata.
+_ROW = re.compile(r"\| ([A-G]\d+|E[BPD]\d+) \| [^|]+ \| (.+) \|")
 _TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
 # The marks of a test stand right above it, among its other decorators.
-_MARKED = re.compile(r"((?:^@.*\n(?:[ )\]].*\n)*)+)^def (test_\w+)\(", re.MULTILINE)
+_MARKED = re.compile(r"((?:^@.*\n(?:[ )\]].*\n)*)+)^(?:async )?def (test_\w+)\(", re.MULTILINE)
 _CASE = re.compile(r'mark\.case\("(\w+)"\)')
 
 
