@@ -67,6 +67,11 @@ def parse_tenants(text: str, *, file: str, overlay: Path | None = None) -> Tenan
     return document if overlay is None else overlaid(document, _root(_text(overlay), file=str(overlay)))
 
 
+def read_values(path: Path) -> Value:
+    """Return what a YAML file of any other kind says, as values that know their places. Raises DocumentError."""
+    return _root(_text(path), file=str(path))
+
+
 def _text(path: Path) -> str:
     """Return the text in a file. Raises DocumentError."""
     file = _one_line(str(path))
