@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 # Upper bounds of the times that stages of an opening take, in seconds; the last is the deadline of all.
 STAGE_BUCKETS_S = (0.001, 0.005, 0.025, 0.1, 0.5, 1.0, 5.0, 10.0, 28.0)
+_RECENT_MAX = 100
 
 
 class StreamEnd(StrEnum):
@@ -95,6 +97,8 @@ class Counts:
     frames_ignored: int = 0
     credential_reloads: dict[str, int] = field(default_factory=lambda: _zeros(["ok", "failed"]))
     loop_lag_s: float = 0.0
+    # The last ones by name, for a person who looks; a label would grow without end.
+    recent_closes: deque[dict[str, object]] = field(default_factory=lambda: deque(maxlen=_RECENT_MAX))
 
 
 def count(counter: dict[str, int], key: str) -> None:

@@ -208,8 +208,10 @@ class MetadataDirectory:
         limit_s = self._timing.page_s
         async with self._api.get(_path(follower.name), query, idle_s=limit_s, total_s=limit_s) as answer:
             await _require_ok(answer)
+            # Handed over whole: a thread may keep its arguments for a while after it has answered.
+            held = [await answer.body()]
             # In a thread, so that heartbeats keep their time beside a page of many megabytes.
-            return await asyncio.to_thread(parse_page, await answer.body())
+            return await asyncio.to_thread(lambda: parse_page(held.pop()))
 
     def _put(self, follower: _Follower, found: _Namespace, resource: Resource) -> None:
         if len(found.resources) >= RESOURCES_MAX:

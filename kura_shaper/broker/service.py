@@ -11,7 +11,9 @@ import ipaddress
 import logging
 import secrets
 import ssl
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kura_shaper import __version__
@@ -31,6 +33,7 @@ from kura_shaper.broker.refusals import RefusalLog
 from kura_shaper.broker.resolve import ResolveError, Resolver
 from kura_shaper.broker.security import Advertised, TargetCheck
 from kura_shaper.broker.session import BusSession, SessionParts
+from kura_shaper.errors import RefusedError
 from kura_shaper.log import event as log_event
 
 if TYPE_CHECKING:
@@ -64,6 +67,14 @@ class View:
     is_stopping: bool = False
     session: BusSession | None = None
     last_end: SessionEnd | None = None
+    turned_s: float = field(default_factory=time.monotonic)
+
+
+class OnTerminal(Enum):
+    """What to do when only other settings will do."""
+
+    STAY_AWAY = "stay away"
+    GIVE_UP = "give up"
 
 
 class Broker:
@@ -77,13 +88,14 @@ class Broker:
         *,
         random: Random,
         resolver: Resolver | None = None,
+        on_terminal: OnTerminal = OnTerminal.STAY_AWAY,
     ) -> None:
         self._settings, self._credentials, self._directory = settings, credentials, directory
-        self._random = random
+        self._random, self._on_terminal = random, on_terminal
         self._loop = asyncio.get_running_loop()
         self.counts, self.view = Counts(), View()
         self._resolver = resolver or Resolver()
-        self._refusals = RefusalLog(self.counts.refusals, now_ns=self._now_ns)
+        self._refusals = RefusalLog(self.counts.refusals, now_ns=self.now_ns)
         self._reconnect = Reconnect(
             least_ns=settings.reconnect_least_ms * MS_NS, most_ns=settings.reconnect_most_ms * MS_NS, random=random
         )
@@ -91,7 +103,8 @@ class Broker:
         self._instance_id = secrets.token_hex(16)
         self._used_token = ""
 
-    def _now_ns(self) -> int:
+    def now_ns(self) -> int:
+        """The time of the event loop."""
         return int(self._loop.time() * SECOND_NS)
 
     def stop(self) -> None:
@@ -102,7 +115,7 @@ class Broker:
             self.view.session.drain(self._settings.drain_deadline_ms)
 
     async def run(self) -> None:
-        """Run until `stop`. Raises what ends the directory, and MarkRefusedError."""
+        """Run until `stop`. Raises what ends the directory, MarkRefusedError, and with GIVE_UP RefusedError."""
         background = [self._loop.create_task(self._directory.run()), self._loop.create_task(self._measure_lag())]
         work = self._loop.create_task(self._work())
         try:
@@ -123,6 +136,8 @@ class Broker:
             end = await self._session()
             if self._stopping.is_set():
                 return
+            if end.is_terminal and self._on_terminal is OnTerminal.GIVE_UP:
+                raise RefusedError(f"the router refused: {end.code}: {end.message}", remedy="change the settings")
             wait = self._wait_after(end)
             if wait is not None:
                 count(self.counts.reconnects, wait.kind)
@@ -146,7 +161,7 @@ class Broker:
         """Return how long to stay away, None for not at all."""
         match end.reaction:
             case Reaction.MOVE:
-                return self._reconnect.after_rebalance(self._now_ns())
+                return self._reconnect.after_rebalance(self.now_ns())
             case Reaction.LEAVE:
                 return self._reconnect.after_drain()
             case Reaction.STAY_AWAY:
@@ -160,7 +175,7 @@ class Broker:
 
     async def _session(self) -> SessionEnd:
         session: BusSession | None = None
-        began_ns = self._now_ns()
+        began_ns = self.now_ns()
         try:
             token, context = self._credentials.current(self.counts)
             self._used_token = token
@@ -176,7 +191,7 @@ class Broker:
             self.view.session = None
             if session is not None:
                 await session.close()
-        self._note(end, session, lived_ns=self._now_ns() - (session.established_ns if session else began_ns))
+        self._note(end, session, lived_ns=self.now_ns() - (session.established_ns if session else began_ns))
         return end
 
     def _new_session(self, token: str) -> BusSession:
@@ -273,6 +288,7 @@ class Broker:
         else:
             count(self.counts.dials, end.dial)
             log_event(_log, "dial_failed", level=logging.WARNING, outcome=end.dial, code=end.code, reason=end.message)
+        self.view.last_end = end
         for code in self.counts.terminal_error:
             self.counts.terminal_error[code] = int(end.is_terminal and code == end.code)
 
@@ -280,6 +296,7 @@ class Broker:
         while True:
             due_s = self._loop.time() + _LAG_EVERY_S
             await asyncio.sleep(_LAG_EVERY_S)
+            self.view.turned_s = time.monotonic()
             self.counts.loop_lag_s = max(0.0, self._loop.time() - due_s)
 
 

@@ -259,6 +259,9 @@ class BusSession:
     def on_closed(self, relay: Relay, end: StreamEnd, code: CloseCode | None) -> None:
         """See RelayOwner."""
         count(self.counts.stream_ends, end)
+        self.counts.recent_closes.append(
+            {"endpoint": relay.target.endpoint, "code": str(end), "bytes_to_router": relay.sent_bytes}
+        )
         self._forget(relay)
         if code is None:
             self.protocol.forget(relay.stream_id)

@@ -21,13 +21,14 @@ from kura_shaper.broker.protocol.limits import (
 from kura_shaper.errors import DocumentError, UsageError
 from kura_shaper.log import LogFormat, LogLevel
 from kura_shaper.tenants import check
-from kura_shaper.tenants.check import Claims, Value
+from kura_shaper.tenants.check import Claims, Mapping, Value
 from kura_shaper.tenants.document import Endpoint
 from kura_shaper.tenants.file import read_values
 from kura_shaper.tenants.kubernetes.access import SERVICE_ACCOUNT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
+    from collections.abc import Mapping as Environment
     from enum import StrEnum
 
     from kura_shaper.broker.addresses import IpNetwork
@@ -97,15 +98,18 @@ class BrokerSettings:
 
 
 def load_settings(
-    path: Path, environ: Mapping[str, str] = os.environ, *, service_account: Path = SERVICE_ACCOUNT
+    path: Path, environ: Environment[str, str] = os.environ, *, service_account: Path = SERVICE_ACCOUNT
 ) -> BrokerSettings:
     """Return the settings of a file. Raises SettingsError with everything that is wrong."""
     try:
         root = read_values(path)
-        entries = check.mapping(root, optional=(*_READERS, "reconnect_backoff"))
+        # Only that it is a mapping: what it may not have is said beside everything else.
+        entries = check.mapping(root, optional=root.entries if isinstance(root, Mapping) else ())
     except DocumentError as error:
         raise SettingsError((str(error),)) from error
     reading = _Reading(entries, str(path))
+    for key, value in entries.items():
+        reading.require_known(key, value)
     found = {field: reading.read(key, reader) for key, (field, reader) in _READERS.items()}
     found |= _backoff(reading)
     _fill_namespaces(found, reading, environ=environ, service_account=service_account)
@@ -136,6 +140,13 @@ class _Reading:
             self.problems.append(str(error))
             return None
 
+    def require_known(self, key: str, value: Value) -> None:
+        """Note a key that there is none of."""
+        try:
+            check.mapping(Mapping(self._file, value.line, "", {key: value}), optional=_KEYS)
+        except DocumentError as error:
+            self.problems.append(str(error))
+
     def refuse(self, key: str, message: str, *, remedy: str) -> None:
         """Note what is wrong with an entry, or that it is not there."""
         line = self._entries[key].line if key in self._entries else 0
@@ -160,7 +171,7 @@ def _backoff(reading: _Reading) -> dict[str, Any]:
 
 
 def _fill_namespaces(
-    found: dict[str, Any], reading: _Reading, *, environ: Mapping[str, str], service_account: Path
+    found: dict[str, Any], reading: _Reading, *, environ: Environment[str, str], service_account: Path
 ) -> None:
     own = found["kubernetes_namespace"] or environ.get("POD_NAMESPACE", "") or _pods_namespace(service_account)
     try:
@@ -189,12 +200,12 @@ def _bus_url(content: str) -> BusUrl:
         url = urlsplit(content)
         port = url.port
     except ValueError as error:
-        raise UsageError(f"{check.quoted(content)} is no URL", remedy=remedy) from error
+        raise UsageError("is no URL", remedy=remedy) from error
+    if "@" in content or "?" in content or "#" in content:
+        # Not repeated: what stands there may be a secret.
+        raise UsageError("has a user, a query or a fragment", remedy=remedy)
     if url.scheme != "https":
         raise UsageError(f"{check.quoted(content)} is not https", remedy="the bus is never spoken without TLS")
-    if "@" in url.netloc or "?" in content or "#" in content:
-        # Not repeated: what stands before the @ may be a secret.
-        raise UsageError("has a user, a query or a fragment", remedy=remedy)
     host, prefix = url.hostname or "", url.path.rstrip("/")
     if not host or port == 0 or not content.isascii() or not content.isprintable() or " " in content:
         raise UsageError(f"{check.quoted(content)} has no host or an impossible port", remedy=remedy)
@@ -317,3 +328,4 @@ _READERS: dict[str, tuple[str, Callable[[Value], Any]]] = {
     "log_level": ("log_level", _choice(LogLevel)),
     "log_format": ("log_format", _choice(LogFormat)),
 }
+_KEYS = (*_READERS, "reconnect_backoff")

@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from kura_shaper import __version__
-from kura_shaper.cli import agent, balance, bench, gateway, lab, show, tenants, tree
+from kura_shaper.cli import agent, balance, bench, event_broker, gateway, lab, show, tenants, tree
 from kura_shaper.errors import KuraShaperError, StateUnknownError, UsageError
 from kura_shaper.log import LogFormat, LogLevel, configure
 
@@ -31,6 +31,7 @@ tree.register(app)
 balance.register(app)
 gateway.register(app)
 bench.register(app)
+event_broker.register(app)
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(lab.app, name="lab")
 

@@ -268,6 +268,10 @@ async def test_a_watch_that_does_not_open_within_thirty_seconds_is_tried_again()
         await until(lambda: known.knows(2))
 
 
+def refuse_watches(asked: Asked, *, gone: bool) -> FakeAnswer | None:
+    return refusal(410, "gone") if gone and asked.is_watch else None
+
+
 def has_more_than(known: Following, lists: int) -> bool:
     return known.directory.counts.lists["ok"] > lists
 
@@ -287,13 +291,12 @@ async def test_a_version_that_is_gone_is_listed_anew_and_a_bookmark_moves_it_on(
         await api.until(lambda: api.asked[-1].query.get("resourceVersion") == str(version))
         for gone in (True, False):
             # Either as the status of HTTP or as an event.
-            refuses = gone
-            api.answer = lambda asked: refusal(410, "gone") if refuses and asked.is_watch else None
+            api.answer = functools.partial(refuse_watches, gone=gone)
             lists = known.directory.counts.lists["ok"]
             api.forget()
             api.end_watches()
             await until(functools.partial(has_more_than, known, lists))
-            refuses = False
+            api.answer = functools.partial(refuse_watches, gone=False)
 
 
 @pytest.mark.case("EP22")

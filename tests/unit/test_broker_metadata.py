@@ -21,7 +21,9 @@ def page(*items: Any) -> MetadataPage:
 
 def read(channels: Any, **data: Any) -> tuple[list[Publisher], dict[str, int]]:
     found = page(resource(channels, **data))
-    return [each for made in found.resources for each in made.publishers], {str(reason): number for reason, number in found.skipped.items()}
+    return [each for made in found.resources for each in made.publishers], {
+        str(reason): number for reason, number in found.skipped.items()
+    }
 
 
 @pytest.mark.case("ED1")
