@@ -92,6 +92,7 @@ class Http2Client:
         self._exchanges: dict[int, Exchange] = {}
         self._waiting: OrderedDict[Exchange, list[Header]] = OrderedDict()
         self._knows_settings = False
+        self._is_broken = False
         self._last_stream_id: int | None = None
 
     @property
@@ -124,8 +125,8 @@ class Http2Client:
         return self._waiting.pop(exchange, None) is not None
 
     def stream_room_bytes(self, http_id: int) -> int:
-        """Return how much the router's windows of a stream and of the connection let through; all of it."""
-        return self._h2.local_flow_control_window(http_id)
+        """Return how much the router's windows of a stream and of the connection let through; 0 of one that ended."""
+        return self._h2.local_flow_control_window(http_id) if self._is_open(http_id) else 0
 
     def send(self, http_id: int, data: bytes) -> None:
         """Send a part of a body, which has to fit a frame and the windows."""
@@ -133,17 +134,29 @@ class Http2Client:
 
     def finish(self, http_id: int) -> None:
         """End a body, if its exchange is still there."""
-        if http_id in self._exchanges:
+        if http_id in self._exchanges and self._is_open(http_id):
             self._h2.end_stream(http_id)
 
     def release(self, http_id: int) -> None:
         """End an exchange at once (CANCEL), unless both ways have ended. Nobody is told of it any more."""
         if self._exchanges.pop(http_id, None) is None:
             return
-        stream = self._h2.streams.get(http_id)
-        if stream is not None and not stream.closed:
+        if self._is_open(http_id):
             self._h2.reset_stream(http_id, h2.errors.ErrorCodes.CANCEL)
         self._give_places()
+
+    def break_off(self) -> None:
+        """The connection is gone: nothing can be sent any more, and nothing is tried."""
+        self._is_broken = True
+
+    def _is_open(self, http_id: int) -> bool:
+        """Return whether a stream can still be written to.
+
+        The library takes all frames of a read before it tells of the first: a stream may have ended
+        that nobody was told of yet.
+        """
+        stream = self._h2.streams.get(http_id)
+        return stream is not None and not stream.closed and not self._is_broken
 
     def give_credit(self, http_id: int, credit_bytes: int) -> None:
         """Let the router send so much more: these bytes were used."""
@@ -155,6 +168,7 @@ class Http2Client:
             passed, goaways = self._splitter.feed(data)
             events = self._h2.receive_data(passed)
         except (h2.exceptions.ProtocolError, ProtocolViolationError) as error:
+            self.break_off()
             raise ConnectionFailedError(f"HTTP/2: {type(error).__name__}") from error
         for event in events:
             self._tell(event)
@@ -205,7 +219,7 @@ class Http2Client:
 
     def _give_places(self) -> None:
         # Before the router's settings are known, h2 counts with as many places as there are numbers.
-        while self._waiting and self._last_stream_id is None and self._has_place():
+        while self._waiting and not self.is_leaving and not self._is_broken and self._has_place():
             exchange, head = self._waiting.popitem(last=False)
             http_id = self._h2.get_next_available_stream_id()
             self._h2.send_headers(http_id, head)
