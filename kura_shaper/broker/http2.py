@@ -8,6 +8,7 @@ data can't use, so that the session's own frames get through when the router gra
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Protocol
 
@@ -35,8 +36,13 @@ _DATA_FRAME_BYTES_MAX = 64 * KIB
 WINDOW_RESERVE_BYTES = 16 * KIB
 _INITIAL_WINDOW_BYTES = 65_535
 
-# h2 spells out each frame that it receives for a trace that nobody reads: 40 % of a relay's time.
-hyperframe.frame.DataFrame.__repr__ = object.__repr__  # type: ignore[method-assign]
+
+def _quieten() -> None:
+    """Keep the libraries below from spelling things out."""
+    # h2 has each frame that it receives described for a trace that nobody reads: 40 % of a relay's time.
+    hyperframe.frame.DataFrame.__repr__ = object.__repr__  # type: ignore[method-assign]
+    # At level debug hpack logs every header, the token among them.
+    logging.getLogger("hpack").setLevel(logging.WARNING)
 
 
 class ConnectionFailedError(Exception):
@@ -73,6 +79,7 @@ class Http2Client:
     """Requests of one connection. `data_to_send` is what the library wants to send, headers and credit and all."""
 
     def __init__(self, authority: str, *, max_streams: int) -> None:
+        _quieten()
         self._authority = authority
         self._h2 = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True, header_encoding="utf-8"))
         self._h2.local_settings = h2.settings.Settings(

@@ -43,7 +43,7 @@ from kura_shaper.broker.protocol.goaway import encode_goaway
 from kura_shaper.broker.protocol.limits import MEDIA_TYPE, SECOND_NS, SESSION_PATH, STREAMS_PATH
 from kura_shaper.broker.protocol.router_session import Claim, RouterSession
 from kura_shaper.broker.resolve import Resolver
-from kura_shaper.broker.service import Broker
+from kura_shaper.broker.service import Broker, OnTerminal
 from kura_shaper.broker.settings import BrokerSettings, BusUrl
 
 if TYPE_CHECKING:
@@ -427,7 +427,7 @@ class Peer(asyncio.Protocol):
     def _session(self, told: tuple[events.Event, ...]) -> None:
         for event in told:
             self.told.append(event)
-            if isinstance(event, events.Greeted) and self.script.welcome is not None:
+            if isinstance(event, events.Greeted) and self.script.welcome and self.script.session_status == 200:
                 self.session.welcome(self.script.welcome)
                 self._plan()
 
@@ -655,17 +655,29 @@ def settings(port: int, directory: Path, **changes: Any) -> BrokerSettings:
 
 @asynccontextmanager
 async def running(
-    script: Script | None = None, *, lookup: Callable[..., list[Any]] = socket.getaddrinfo, **changes: Any
+    script: Script | None = None,
+    *,
+    lookup: Callable[..., list[Any]] = socket.getaddrinfo,
+    context: ssl.SSLContext | None = None,
+    on_terminal: OnTerminal = OnTerminal.STAY_AWAY,
+    **changes: Any,
 ) -> AsyncIterator[Rig]:
     """Run a broker with a router until the test is over; nothing is left then."""
     router = RouterRig(script)
     faults: list[Any] = []
     loop().set_exception_handler(lambda _, context: faults.append(context))
-    await router.start()
+    await router.start(context=context)
     with tempfile.TemporaryDirectory() as name:
         told = settings(router.port, Path(name), **changes)
         directory = FakeDirectory()
-        broker = Broker(told, Credentials(told), directory, random=Random(5), resolver=Resolver(lookup))
+        broker = Broker(
+            told,
+            Credentials(told),
+            directory,
+            random=Random(5),
+            resolver=Resolver(lookup),
+            on_terminal=on_terminal,
+        )
         rig = Rig(router, directory, broker, asyncio.ensure_future(broker.run()))
         try:
             yield rig
@@ -675,7 +687,7 @@ async def running(
             for publisher in rig.publishers:
                 await publisher.stop()
             await router.stop()
-            assert faults == []
+            assert [str(each) for each in faults] == []
 
 
 def descriptors() -> int:

@@ -120,7 +120,8 @@ async def test_a_name_is_resolved_once_and_what_was_checked_is_dialled() -> None
 
     def lookup(host: str, port: int, **options: Any) -> list[Any]:
         asked.append(host)
-        return (good if len(asked) == 1 else bad)(host, port, **options)
+        found: list[Any] = (good if len(asked) == 1 else bad)(host, port, **options)
+        return found
 
     async with running(lookup=lookup) as rig:
         peer, publisher = await rig.router.peer(), await rig.publisher()
