@@ -98,6 +98,10 @@ def test_the_first_refusal_of_each_code_in_a_minute_is_logged_with_how_many_were
     clock, counter = FakeClock(5 * SECOND_NS), Counts().refusals
     log = RefusalLog(counter, now_ns=clock.now_ns)
 
+    def note_all(codes: list[str]) -> None:
+        for code in codes:
+            log.note(code)
+
     def logged(note: Callable[[], None]) -> list[tuple[str, int]]:
         caplog.clear()
         note()
@@ -105,7 +109,7 @@ def test_the_first_refusal_of_each_code_in_a_minute_is_logged_with_how_many_were
         return [(each["code"], each["suppressed"]) for each in fields]
 
     with caplog.at_level(logging.WARNING, "kura_shaper.broker"):
-        assert logged(lambda: [log.note("draining") for _ in range(5)] and None) == [("draining", 0)]
+        assert logged(lambda: note_all(["draining"] * 5)) == [("draining", 0)]
         assert logged(lambda: log.note("connect_failed")) == [("connect_failed", 0)]
         clock.wait_ns(59 * SECOND_NS)
         assert logged(lambda: log.note("draining")) == []
@@ -113,7 +117,7 @@ def test_the_first_refusal_of_each_code_in_a_minute_is_logged_with_how_many_were
         assert logged(lambda: log.note("draining")) == [("draining", 5)]
         assert logged(lambda: log.note("draining")) == []
         # Codes of no known kind share one window, or they would be a way to flood.
-        assert logged(lambda: [log.note(f"x{number}") for number in range(9)] and None) == [("unknown", 0)]
+        assert logged(lambda: note_all([f"x{number}" for number in range(9)])) == [("unknown", 0)]
     assert (counter["draining"], counter["connect_failed"], counter["unknown"]) == (8, 1, 9)
 
 
