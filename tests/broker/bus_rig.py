@@ -489,10 +489,10 @@ class RouterRig:
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
-    async def start(self, *, port: int = 0, context: ssl.SSLContext | None = None) -> None:
+    async def start(self, *, host: str = "127.0.0.1", port: int = 0, context: ssl.SSLContext | None = None) -> None:
         """Listen."""
         self._server = await loop().create_server(
-            lambda: Peer(self), "127.0.0.1", port, ssl=context or server_context(), ssl_shutdown_timeout=1
+            lambda: Peer(self), host, port, ssl=context or server_context(), ssl_shutdown_timeout=1
         )
 
     async def stop(self) -> None:
