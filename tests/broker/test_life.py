@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 import ssl
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import trustme
-from bus_rig import TOKEN, Peer, Rig, Script, in_a_loop, loop, running, server_context, until
+from bus_rig import TOKEN, Peer, Rig, RouterRig, Script, in_a_loop, loop, running, server_context, until
 
 from kura_shaper.broker.health import BrokerHealth
 from kura_shaper.broker.protocol import events
@@ -19,6 +21,7 @@ from kura_shaper.broker.protocol.codec import encode_object
 from kura_shaper.broker.protocol.codes import DrainReason, SessionCode
 from kura_shaper.broker.protocol.frames import Draining, StreamClosed, Welcome, WelcomeLimits
 from kura_shaper.broker.service import OnTerminal
+from kura_shaper.broker.settings import BusUrl
 from kura_shaper.errors import RefusedError
 
 if TYPE_CHECKING:
@@ -396,6 +399,43 @@ async def test_two_brokers_of_one_namespace_live_side_by_side() -> None:
         peer, _, connection, stream_id = ends[1]
         await connection.send(b"still here")
         await until(lambda: bytes(peer.streams[stream_id].received) == b"still here")
+
+
+@in_a_loop
+async def test_a_dial_that_takes_long_takes_nothing_from_the_time_for_the_welcome() -> None:
+    go_on = threading.Event()
+
+    def lookup(host: str, port: int, **options: Any) -> list[Any]:
+        go_on.wait(20)
+        found: list[Any] = socket.getaddrinfo("127.0.0.1", port, **options)
+        return found
+
+    router = RouterRig(Script(welcome=None))
+    await router.start()
+    async with running(lookup=lookup, bus_url=BusUrl("localhost", router.port)) as rig:
+        await until(lambda: rig.broker.view.is_synced)
+        await loop().advance(4.5)
+        go_on.set()
+        await until(lambda: bool(router.peers) and bool(router.peers[0].told))
+        await loop().advance(9)
+        router.peers[0].session.welcome(welcome())
+        router.peers[0].flush()
+        await until(lambda: rig.broker.counts.dials["established"] == 1)
+    await router.stop()
+
+
+@in_a_loop
+async def test_a_stop_during_a_drain_of_the_router_keeps_the_nearer_deadline() -> None:
+    async with running(drain_deadline_ms=300_000) as rig:
+        peer, _, connection, _ = await rig.stream()
+        drain(peer, DrainReason.SHUTDOWN, 20_000)
+        session = rig.broker.view.session
+        assert session is not None
+        await until(lambda: session.protocol.is_draining)
+        rig.broker.stop()
+        await loop().advance(21)
+        await rig.running
+        await until(lambda: connection.lost)
 
 
 # The end.
