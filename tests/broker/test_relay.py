@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import zmq
-from bus_rig import Census, Connection, Peer, Rig, Script, in_a_loop, loop, running, until
+from bus_rig import Census, Connection, Peer, Rig, Script, in_a_loop, loop, pause, running, until
 
 from kura_shaper.broker.protocol.codes import DrainReason
 from kura_shaper.broker.protocol.frames import StreamClosed
@@ -90,7 +90,7 @@ async def test_zeromq_publishes_and_subscribes_through_the_tunnel() -> None:
                     while not got:
                         # A publisher drops what nobody has subscribed to yet.
                         publisher.send_multipart(wanted)
-                        await asyncio.sleep(0.01)
+                        await pause()
                         if subscriber.poll(0):
                             got = subscriber.recv_multipart()
                     assert got == wanted
@@ -132,7 +132,7 @@ class _bridge:  # noqa: N801 - used like a function
             if self._writer and len(received) > self._sent:
                 self._writer.write(bytes(received[self._sent :]))
                 self._sent = len(received)
-            await asyncio.sleep(0.002)
+            await pause()
 
 
 @pytest.mark.case("EB27")
@@ -379,8 +379,7 @@ async def test_a_goaway_lets_open_streams_go_on_refuses_new_ones_and_is_followed
         await peer.closed(stream_id)
         await until(lambda: peer.lost)
         assert rig.broker.counts.session_ends["goaway"] == 1
-        await loop().advance(3)
-        await rig.router.peer(2)
+        await rig.again()
 
 
 @pytest.mark.case("EP14")
@@ -532,8 +531,7 @@ async def test_a_drain_refuses_what_is_new_lets_what_is_open_finish_and_then_rec
         await peer.closed(stream_id)
         await until(lambda: peer.lost)
         assert rig.broker.counts.session_ends["drain"] == 1
-        await loop().advance(2.1)
-        await rig.router.peer(2)
+        await rig.again()
         assert rig.broker.counts.reconnects == {"backoff": 0, "rebalance": 0, "drain": 1}
 
 
@@ -592,7 +590,6 @@ def test_a_router_that_does_not_speak_http_2_ends_the_session_and_nothing_else(j
             peer, _, connection, _ = await rig.stream()
             peer.write_raw(junk)
             await until(lambda: connection.lost and peer.lost)
-            await loop().advance(3)
-            await rig.router.peer(2)
+            await rig.again()
 
     check()
