@@ -188,6 +188,7 @@ class Script:
     max_frame_size: int = 65_536
     max_concurrent: int = 10_000
     beats: bool = True
+    session_window: int = WIDE
 
 
 class Peer(asyncio.Protocol):
@@ -385,7 +386,8 @@ class Peer(asyncio.Protocol):
             case h2.events.RequestReceived():
                 self._request(event)
             case h2.events.DataReceived(stream_id=http_id) if http_id == self.session_http_id:
-                self._h2.acknowledge_received_data(event.flow_controlled_length or 0, http_id)
+                if self.script.session_window:
+                    self._h2.acknowledge_received_data(event.flow_controlled_length or 0, http_id)
                 self._session(self.session.receive(event.data or b""))
             case h2.events.DataReceived(stream_id=http_id) if http_id in self.by_http:
                 stream = self.by_http[http_id]
@@ -431,7 +433,8 @@ class Peer(asyncio.Protocol):
 
     def _begin_session(self, http_id: int, headers: dict[str, str]) -> None:
         self.session_http_id, self.session_headers = http_id, headers
-        self._h2.increment_flow_control_window(WIDE, http_id)
+        if self.script.session_window:
+            self._h2.increment_flow_control_window(self.script.session_window, http_id)
         script = self.script
         if script.session_status == 0:
             return

@@ -447,6 +447,19 @@ async def test_a_router_that_reads_nothing_and_keeps_asking_is_given_up() -> Non
         assert rig.broker.counts.session_ends["connection_lost"] == 1
 
 
+@in_a_loop
+async def test_a_router_that_grants_its_own_answers_nothing_and_keeps_asking_is_given_up() -> None:
+    async with running(stingy(session_window=0)) as rig:
+        peer = await rig.established()
+        asked = {"type": "subscribe", "stream_id": "x", "target": {"kind": "other"}}
+        while not rig.broker.counts.session_ends["connection_lost"]:
+            for _ in range(200):
+                peer.say_object(asked)
+            await pause()
+        # It is told of refusals until its window is used up, and then of nothing: they are not kept without end.
+        assert rig.broker.counts.refusals["unsupported_target"] < 30_000
+
+
 @pytest.mark.case("EB28")
 @in_a_loop
 async def test_a_window_that_opens_later_lets_what_waited_through_in_order() -> None:
