@@ -93,8 +93,9 @@ def test_times_are_counted_in_every_bucket_that_holds_them() -> None:
 
 @pytest.mark.case("EB43")
 def test_the_first_refusal_of_each_code_in_a_minute_is_logged_with_how_many_were_not(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(logging.getLogger("kura_shaper"), "propagate", True)
     clock, counter = FakeClock(5 * SECOND_NS), Counts().refusals
     log = RefusalLog(counter, now_ns=clock.now_ns)
 
