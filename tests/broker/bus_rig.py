@@ -257,6 +257,12 @@ class Peer(asyncio.Protocol):
         self.session.unsubscribe(stream_id)
         self.flush()
 
+    def unsubscribe_and_send(self, stream_id: str, data: bytes) -> None:
+        """End a stream in silence, and send on it what comes with the same bytes."""
+        self.session.unsubscribe(stream_id)
+        self._h2.send_data(self.session_http_id, self.session.data_to_send())
+        self.send(stream_id, data)
+
     def say_object(self, value: dict[str, Any]) -> None:
         """Say anything on the session's stream."""
         self.say_bytes(encode_object(value))
