@@ -323,7 +323,7 @@ async def test_a_whole_opening_has_28_seconds_whatever_its_stages_take() -> None
             await loop().advance(9.1)
             await until(lambda: publisher.accepted == 2)
             await until(lambda: rig.broker.counts.stages["connect"].count == 2)
-            await loop().advance(4.9)
+            await loop().advance(4.8)
             peer.unsubscribe(taken)
             await until(lambda: stream_id in peer.streams)
             await until(lambda: rig.broker.counts.stages["slot"].count == 2)
