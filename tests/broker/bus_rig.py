@@ -209,6 +209,7 @@ class Peer(asyncio.Protocol):
         self.session_http_id = 0
         self.raw = bytearray()
         self.lost = False
+        self.session_ended = False
         self._session_out = bytearray()
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -402,6 +403,8 @@ class Peer(asyncio.Protocol):
                     self._h2.acknowledge_received_data(event.flow_controlled_length or 0, http_id)
                 else:
                     stream.owed += event.flow_controlled_length or 0
+            case h2.events.StreamEnded(stream_id=http_id) if http_id == self.session_http_id:
+                self.session_ended = True
             case h2.events.StreamEnded(stream_id=http_id) if http_id in self.by_http:
                 self.by_http[http_id].ended = True
                 with suppress(h2.exceptions.ProtocolError):

@@ -184,9 +184,12 @@ async def test_a_router_that_says_nothing_loses_its_session_at_the_timeout_also_
 @in_a_loop
 async def test_a_loop_that_was_held_up_hears_first_what_the_router_said_meanwhile() -> None:
     async with running(Script(beats=False)) as rig:
-        peer = await rig.router.peer()
+        peer, publisher = await rig.router.peer(), await rig.publisher()
+        streams = [await peer.opened(publisher.endpoint) for _ in range(8)]
         await loop().advance(28)
-        # The router's heartbeat is in the socket, and the loop stands still until long after the timeout.
+        # More than is read at once, then the router's heartbeat; and the loop stands still until after the timeout.
+        for stream_id in streams:
+            peer.send(stream_id, bytes(60_000))
         peer.say_object({"type": "heartbeat", "seq": 1})
         loop().ahead_s += 60
         await until(lambda: rig.broker.counts.heartbeats_received == 1)
@@ -490,8 +493,22 @@ async def test_an_idle_session_is_told_at_once_and_no_goaway_comes_before() -> N
         await until(lambda: bool(peer.frames(Draining)))
         await rig.running
         await until(lambda: peer.lost)
+        assert peer.session_ended
         assert loop().ahead_s == before_s  # nothing had to be waited for
         assert not peer.frames(StreamClosed)
+
+
+@in_a_loop
+async def test_an_opening_that_is_withdrawn_is_nothing_to_wait_for() -> None:
+    async with running(Script(answers_streams=False)) as rig:
+        peer, publisher = await rig.established(), await rig.publisher()
+        stream_id = peer.subscribe(publisher.endpoint)
+        await until(lambda: stream_id in peer.streams)
+        rig.broker.stop()
+        await until(lambda: bool(peer.frames(Draining)))
+        assert not rig.running.done()
+        peer.unsubscribe(stream_id)
+        await rig.running
 
 
 @in_a_loop
