@@ -13,7 +13,7 @@ import threading
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
@@ -91,6 +91,42 @@ class PageServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(timeout=5)
+
+
+class Health(Protocol):
+    """What probes are told."""
+
+    def why_dead(self) -> str:
+        """Return why the program should be started again, "" while it works."""
+        ...
+
+    def why_not_ready(self) -> str:
+        """Return why it does not do what it is for, "" when it does."""
+        ...
+
+    def status(self) -> dict[str, Any]:
+        """Return everything that a person would ask, as JSON has it."""
+        ...
+
+
+class ProbeServer(PageServer):
+    """/metrics, /healthz, /readyz and /statusz of a program. Raises UsageError when the address can't be had."""
+
+    def __init__(
+        self, host: str, port: int, *, collector: Collector, health: Health, closes_within_s: float = 0.5
+    ) -> None:
+        """Serve from now on."""
+        pages: Pages = {
+            "/metrics": metrics_page(collector),
+            "/healthz": lambda _: _answer(health.why_dead(), status=500),
+            "/readyz": lambda _: _answer(health.why_not_ready(), status=503),
+            "/statusz": lambda _: json_page(health.status()),
+        }
+        super().__init__(host, port, pages, closes_within_s=closes_within_s)
+
+
+def _answer(why_not: str, *, status: int) -> Page:
+    return text_page(why_not, status=status) if why_not else text_page("ok")
 
 
 class _Server(ThreadingHTTPServer):

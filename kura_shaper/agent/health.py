@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 from kura_shaper import __version__
 from kura_shaper.agent.keeper import Verdict
 from kura_shaper.agent.metrics import AgentMetrics
-from kura_shaper.web import PageServer, json_page, metrics_page, text_page
+from kura_shaper.web import ProbeServer
 
 if TYPE_CHECKING:
     from kura_shaper.agent.view import AgentView, DeviceView
     from kura_shaper.clock import Clock
     from kura_shaper.tenants.document import Endpoint
-    from kura_shaper.web import Page, Pages
 
 _SECOND_NS = 1_000_000_000
 # A look at 5,000 classes that has to be taken again, and a removal that waits for a class to fall silent.
@@ -100,19 +99,14 @@ class Health:
         return (self._clock.now_ns() - then_ns) / _SECOND_NS if then_ns else None
 
 
-class HealthServer(PageServer):
+class HealthServer(ProbeServer):
     """Serves until it is closed. Raises UsageError when the address can't be had."""
 
     def __init__(self, endpoint: Endpoint, view: AgentView, clock: Clock, *, closes_within_s: float = 0.5) -> None:
-        health = Health(view, clock)
-        pages: Pages = {
-            "/metrics": metrics_page(AgentMetrics(view, clock)),
-            "/healthz": lambda _: _answer(health.why_dead(), status=500),
-            "/readyz": lambda _: _answer(health.why_not_ready(), status=503),
-            "/statusz": lambda _: json_page(health.status()),
-        }
-        super().__init__(endpoint.host, endpoint.port, pages, closes_within_s=closes_within_s)
-
-
-def _answer(why_not: str, *, status: int) -> Page:
-    return text_page(why_not, status=status) if why_not else text_page("ok")
+        super().__init__(
+            endpoint.host,
+            endpoint.port,
+            collector=AgentMetrics(view, clock),
+            health=Health(view, clock),
+            closes_within_s=closes_within_s,
+        )

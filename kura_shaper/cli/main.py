@@ -14,7 +14,21 @@ from typing import Annotated, NoReturn
 import typer
 
 from kura_shaper import __version__
-from kura_shaper.cli import agent, balance, bench, gateway, lab, man, probe, show, tenants, top, tree, verify
+from kura_shaper.cli import (
+    agent,
+    balance,
+    bench,
+    event_broker,
+    gateway,
+    lab,
+    man,
+    probe,
+    show,
+    tenants,
+    top,
+    tree,
+    verify,
+)
 from kura_shaper.errors import KuraShaperError, StateUnknownError, UsageError
 from kura_shaper.log import LogFormat, LogLevel, configure
 
@@ -34,6 +48,7 @@ gateway.register(app)
 verify.register(app)
 probe.register(app)
 bench.register(app)
+event_broker.register(app)
 man.register(app)
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(lab.app, name="lab")

@@ -1,0 +1,137 @@
+"""The token and the trusted certificates, as their files say at each dial.
+
+Files in a pod are replaced while it runs, so each dial reads them anew. Content that can't be used
+keeps the last that could, and is told; without any there is no dial. The token is in no message.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+from typing import TYPE_CHECKING
+
+from kura_shaper.broker.counts import Counts, count
+from kura_shaper.errors import UsageError
+from kura_shaper.log import event as log_event
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from kura_shaper.broker.settings import BrokerSettings
+
+TOKEN_BYTES_MAX = 16 * 1024
+_CA_BYTES_MAX = 1 << 20
+_log = logging.getLogger("kura_shaper.broker")
+
+
+class CredentialError(UsageError):
+    """A token or a CA bundle that can't be used. `key` is the setting that names it."""
+
+    code = "credential"
+
+    def __init__(self, key: str, message: str, *, remedy: str) -> None:
+        super().__init__(f"{key}: {message}", remedy=remedy)
+        self.key = key
+
+
+class Credentials:
+    """Reads what the settings name."""
+
+    def __init__(self, settings: BrokerSettings, environ: Mapping[str, str] = os.environ) -> None:
+        self._settings, self._environ = settings, environ
+        self._token = ""
+        self._context: ssl.SSLContext | None = None
+        self._ca = b""
+
+    def read_token(self) -> str:
+        """Return the token as it is now. Raises CredentialError."""
+        settings = self._settings
+        if settings.token_file is not None:
+            return _token("token_file", _read("token_file", settings.token_file, TOKEN_BYTES_MAX))
+        found = self._environ.get(settings.token_env, "")
+        return _token("token_env", found.encode(errors="surrogateescape"))
+
+    def read_context(self) -> ssl.SSLContext:
+        """Return a TLS context that trusts what the settings name as it is now. Raises CredentialError."""
+        path = self._settings.ca_bundle
+        if path is None:
+            return self._context or _context(None)
+        content = _read("ca_bundle", path, _CA_BYTES_MAX)
+        if self._context is None or content != self._ca:
+            self._context, self._ca = _context(content), content
+        return self._context
+
+    def current(self, counts: Counts) -> tuple[str, ssl.SSLContext]:
+        """Return both for a dial, the last good one where a file went bad. Raises CredentialError without any."""
+        before, failed = self._context, False
+        context = before
+        try:
+            context = self.read_context()
+        except CredentialError as error:
+            failed = _tell(error)
+            if before is None:
+                raise
+        try:
+            self._token = self.read_token()
+        except CredentialError as error:
+            failed = _tell(error)
+            if not self._token:
+                raise
+        finally:
+            count(counts.credential_reloads, "failed" if failed else "ok")
+        if before is not None and before is not context:
+            log_event(_log, "ca_bundle_changed")
+        self._context = context or _context(None)
+        return self._token, self._context
+
+    def has_other_token(self, than: str) -> bool:
+        """Return whether the token has changed since it was used."""
+        try:
+            return self.read_token() != than
+        except CredentialError:
+            return False
+
+
+def _tell(error: CredentialError) -> bool:
+    log_event(_log, "credential_bad", level=logging.ERROR, key=error.key, reason=error.message)
+    return True
+
+
+def _read(key: str, path: Path, bytes_max: int) -> bytes:
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(bytes_max + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "there can be no such path"
+        raise CredentialError(key, f"could not be read: {reason}", remedy="check the path and its mode") from error
+    if len(content) > bytes_max:
+        raise CredentialError(key, f"is larger than {bytes_max} bytes", remedy="is this the right file?")
+    return content
+
+
+def _token(key: str, content: bytes) -> str:
+    token = content.strip()
+    if not token:
+        raise CredentialError(key, "is empty or not set", remedy="put the router's token there")
+    if len(token) > TOKEN_BYTES_MAX or not all(0x21 <= byte <= 0x7E for byte in token):
+        remedy = "it is one line of visible ASCII, at most 16 KiB"
+        raise CredentialError(key, "has what no header may have", remedy=remedy)
+    return token.decode("ascii")
+
+
+def _context(content: bytes | None) -> ssl.SSLContext:
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    made.minimum_version = ssl.TLSVersion.TLSv1_2
+    made.set_alpn_protocols(["h2"])
+    if content is None:
+        made.load_default_certs()
+        return made
+    try:
+        made.load_verify_locations(cadata=content.decode("ascii", errors="ignore"))
+    except (ssl.SSLError, ValueError) as error:
+        raise CredentialError("ca_bundle", "has no certificates that can be read", remedy="give PEM") from error
+    if not made.cert_store_stats()["x509"]:
+        raise CredentialError("ca_bundle", "has no certificate", remedy="give at least one, as PEM")
+    return made

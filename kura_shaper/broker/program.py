@@ -1,0 +1,128 @@
+"""The broker as a process: its event loop, its signals, its web server, and the status that it ends with."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import signal
+from random import Random
+from typing import TYPE_CHECKING
+
+from kura_shaper.broker.credentials import CredentialError, Credentials
+from kura_shaper.broker.dial import require_mark
+from kura_shaper.broker.directory import MetadataDirectory
+from kura_shaper.broker.health import BrokerHealth
+from kura_shaper.broker.metrics import BrokerMetrics
+from kura_shaper.broker.service import Broker, OnTerminal
+from kura_shaper.errors import UsageError
+from kura_shaper.log import event as log_event
+from kura_shaper.tenants.kubernetes.access import Access, HttpApi
+from kura_shaper.tenants.kubernetes.pace import SystemAsyncClock
+from kura_shaper.web import ProbeServer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kura_shaper.broker.settings import BrokerSettings
+
+# Beside one descriptor for each stream: the bus, the API server, the web server, lookups, logs.
+_DESCRIPTORS = 64
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_log = logging.getLogger("kura_shaper.broker")
+
+
+def problems_of(credentials: Credentials) -> tuple[str, ...]:
+    """Return what is wrong with the token and the CA bundle, one line each; the network is not asked."""
+    found = []
+    for read in (credentials.read_token, credentials.read_context):
+        try:
+            read()
+        except CredentialError as error:
+            found.append(str(error))
+    return tuple(found)
+
+
+class EarlySignals:
+    """Notes a signal that comes before there is a broker to stop."""
+
+    def __init__(self) -> None:
+        self.came = False
+        for number in _SIGNALS:
+            signal.signal(number, self._come)
+
+    def _come(self, *_: object) -> None:
+        self.came = True
+
+
+def run_broker(
+    settings: BrokerSettings,
+    credentials: Credentials,
+    *,
+    kubeconfig: Path | None,
+    early: EarlySignals,
+    on_terminal: OnTerminal,
+) -> None:
+    """Run a broker until a signal. Raises UsageError, MarkRefusedError, and with GIVE_UP RefusedError."""
+    _require_descriptors(settings.max_streams + _DESCRIPTORS)
+    require_mark(settings.so_mark)
+    if not settings.allowed_cidrs:
+        remedy = "set allowed_cidrs to the pods' network"
+        log_event(_log, "any_address_is_allowed", level=logging.WARNING, remedy=remedy)
+    asyncio.run(_run(settings, credentials, kubeconfig, early=early, on_terminal=on_terminal))
+
+
+def _require_descriptors(wanted: int) -> None:
+    """Have room for so many descriptors, or say that there is none before there are streams."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        remedy = f"raise the limit of open files to {wanted}"
+        raise UsageError(f"max_streams needs {wanted} descriptors, and {hard} are allowed", remedy=remedy)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+async def _run(
+    settings: BrokerSettings,
+    credentials: Credentials,
+    kubeconfig: Path | None,
+    *,
+    early: EarlySignals,
+    on_terminal: OnTerminal,
+) -> None:
+    random, clock = Random(), SystemAsyncClock()  # noqa: S311 - it spreads retries
+    async with HttpApi(Access(kubeconfig, clock=clock)) as api:
+        directory = MetadataDirectory(api, settings.watch_namespaces, clock=clock, random=random)
+        broker = Broker(settings, credentials, directory, random=random, on_terminal=on_terminal)
+        _stop_by_signals(broker, early)
+        listen = settings.metrics_listen
+        server = ProbeServer(
+            listen.host,
+            listen.port,
+            collector=BrokerMetrics(broker, directory),
+            health=BrokerHealth(broker, directory),
+        )
+        try:
+            log_event(_log, "started", client_id=settings.client_id, listen=f"{listen.host}:{server.port}")
+            await broker.run()
+            log_event(_log, "stopped")
+        finally:
+            # The web server's end waits for its thread, which no stream has to wait for any more.
+            server.close()
+
+
+def _stop_by_signals(broker: Broker, early: EarlySignals) -> None:
+    loop = asyncio.get_running_loop()
+
+    def come(number: signal.Signals) -> None:
+        if broker.view.is_stopping:
+            # The second one: whoever sends it does not want to wait for anything.
+            os._exit(128 + number)
+        log_event(_log, "stopping", signal=number.name)
+        broker.stop()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, come, number)
+    if early.came:
+        broker.stop()

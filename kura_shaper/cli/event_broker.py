@@ -1,0 +1,91 @@
+"""event-broker: the end of the event bus tunnel that lives in the cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kura_shaper.cli import show
+from kura_shaper.errors import UsageError
+from kura_shaper.log import LogFormat, LogLevel, configure
+
+if TYPE_CHECKING:
+    from kura_shaper.broker.settings import BrokerSettings
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands."""
+    app.command("event-broker", epilog="Example: kura-shaper event-broker --config /etc/event-broker/config.yaml")(
+        event_broker
+    )
+
+
+def event_broker(
+    context: typer.Context,
+    config: Annotated[
+        Path, typer.Option("--config", metavar="F", help="Settings, YAML.", envvar="KURA_SHAPER_BROKER_CONFIG")
+    ],
+    check_config: Annotated[
+        bool, typer.Option("--check-config", help="Check settings, token and CA bundle, and leave.")
+    ] = False,
+    exit_on_terminal: Annotated[
+        bool, typer.Option("--exit-on-terminal", help="End with 3 when only other settings will do.")
+    ] = False,
+    kubeconfig: Annotated[
+        Path | None, typer.Option("--kubeconfig", metavar="P", help="Outside a cluster: how to reach it.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="With --check-config: one JSON object on stdout.")] = False,
+) -> None:
+    """Relay the bytes of a cluster's publishers to a router outside of it, until a signal.
+
+    A first SIGTERM or SIGINT lets streams finish, at most for drain_deadline; a second one ends at once.
+    """
+    try:
+        from kura_shaper.broker.credentials import Credentials
+        from kura_shaper.broker.program import EarlySignals, problems_of, run_broker
+        from kura_shaper.broker.service import OnTerminal
+        from kura_shaper.broker.settings import SettingsError, load_settings
+    except ImportError as error:
+        raise UsageError(f"{error.name} is not installed", remedy="install kura-shaper[broker,kubernetes]") from error
+    if check_config:
+        try:
+            problems = problems_of(Credentials(load_settings(config)))
+        except SettingsError as error:
+            problems = error.problems
+        _say_checked(config, problems, as_json=as_json)
+        return
+    early = EarlySignals()
+    settings = load_settings(config)
+    credentials = Credentials(settings)
+    if problems := problems_of(credentials):
+        raise SettingsError(problems)
+    _log_as(context, settings)
+    on_terminal = OnTerminal.GIVE_UP if exit_on_terminal else OnTerminal.STAY_AWAY
+    run_broker(settings, credentials, kubeconfig=kubeconfig, early=early, on_terminal=on_terminal)
+
+
+def _say_checked(config: Path, problems: tuple[str, ...], *, as_json: bool) -> None:
+    if as_json:
+        show.print_json({"valid": not problems, "problems": list(problems)})
+    else:
+        for problem in problems:
+            typer.echo(problem, err=True)
+        if not problems:
+            show.say(f"{config}: fine")
+    if problems:
+        raise typer.Exit(UsageError.exit_code)
+
+
+def _log_as(context: typer.Context, settings: BrokerSettings) -> None:
+    """Log as the settings say, but for what the command line or the environment says."""
+    root = context.find_root()
+    given = {
+        name: root.params[name]
+        for name in ("log_format", "log_level")
+        if (source := root.get_parameter_source(name)) is not None and source.name != "DEFAULT"
+    }
+    style: LogFormat = given.get("log_format", settings.log_format)
+    level: LogLevel = given.get("log_level", settings.log_level)
+    configure(style, level)
