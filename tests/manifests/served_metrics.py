@@ -1,19 +1,28 @@
-"""What the agent and the gateway's watch serve, and what a PromQL expression asks of them."""
+"""What the agent, the gateway's watch and the event broker serve, and what a PromQL expression asks of them."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import re
 from dataclasses import dataclass
+from pathlib import Path
+from random import Random
 from typing import Any, cast
 
 from agent_rig import scraped
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kura_shaper.broker.credentials import Credentials
+from kura_shaper.broker.directory import MetadataDirectory
+from kura_shaper.broker.metrics import BrokerMetrics
+from kura_shaper.broker.service import Broker
+from kura_shaper.broker.settings import load_settings
 from kura_shaper.clock import SystemClock
 from kura_shaper.haproxy.metrics import WatchMetrics
 from kura_shaper.haproxy.watch import WatchState
+from kura_shaper.tenants.kubernetes.fake import FakeApi, FakeAsyncClock
 
 # What Prometheus makes itself, and the labels that it or a scrape's relabelling puts on every series.
 OWN_SERIES = {"ALERTS", "up"}
@@ -44,11 +53,11 @@ class Asked:
 
 @functools.cache
 def served() -> dict[str, set[str]]:
-    """Return every series that a real agent and the watch serve, with its labels."""
+    """Return every series that a real agent, the watch and a broker serve, with its labels."""
     registry = CollectorRegistry(auto_describe=False)
     state = WatchState(source_valid=True, in_step=True, source_read_ns=1, last_good_ns=1, generation="1")
     registry.register(WatchMetrics(state, cast("Any", _Master()), SystemClock()))
-    return series_of(generate_latest(registry).decode()) | series_of(scraped())
+    return series_of(generate_latest(registry).decode()) | series_of(scraped()) | served_by_a_broker()
 
 
 def series_of(text: str) -> dict[str, set[str]]:
@@ -102,3 +111,25 @@ class _Master:
     def ask(self, command: str) -> str:
         assert command == "show proc"
         return _SHOW_PROC
+
+
+# The event broker.
+
+SETTINGS = Path(__file__).parents[2] / "daemonset" / "event-broker" / "examples" / "minimal.yaml"
+
+
+@functools.cache
+def served_by_a_broker() -> dict[str, set[str]]:
+    """Return every series that a broker serves, which is all of them from its start."""
+
+    async def serve() -> bytes:
+        settings = load_settings(SETTINGS, {"POD_NAMESPACE": "gpu"})
+        clock, random = FakeAsyncClock(), Random(1)
+        api = FakeApi("DynamoWorkerMetadataList")
+        directory = MetadataDirectory(api, settings.watch_namespaces, clock=clock, random=random)
+        broker = Broker(settings, Credentials(settings, {}), directory, random=random)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(BrokerMetrics(broker, directory))
+        return generate_latest(registry)
+
+    return series_of(asyncio.run(serve()).decode())
