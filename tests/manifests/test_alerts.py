@@ -105,7 +105,7 @@ def test_the_operator_gets_the_same_rules_with_the_program_that_they_are_about()
     for path, is_brokers in about.items():
         (written,) = yaml.safe_load_all((DAEMONSET / path).read_text())
         assert written["kind"] == "PrometheusRule"
-        groups = [group for group in RULES["groups"] if group["name"].startswith("kura-shaper-event-broker") is is_brokers]
+        groups = [each for each in RULES["groups"] if each["name"].startswith("kura-shaper-event-broker") is is_brokers]
         assert groups
         assert written["spec"] == {"groups": groups}, "scripts/kubernetes/sync-monitoring writes it"
 
