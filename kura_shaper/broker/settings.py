@@ -140,6 +140,10 @@ class _Reading:
             self.problems.append(str(error))
             return None
 
+    def has(self, key: str) -> bool:
+        """Return whether there is such an entry."""
+        return key in self._entries
+
     def require_known(self, key: str, value: Value) -> None:
         """Note a key that there is none of."""
         try:
@@ -177,7 +181,7 @@ def _fill_namespaces(
     try:
         found["kubernetes_namespace"] = check.label(own, characters_max=63)
     except UsageError:
-        if not reading.problems:
+        if not reading.has("kubernetes_namespace"):
             remedy = "add kubernetes_namespace, or set POD_NAMESPACE"
             reading.refuse("kubernetes_namespace", "is not known outside a pod", remedy=remedy)
     if found["watch_namespaces"] is None:
@@ -209,7 +213,7 @@ def _bus_url(content: str) -> BusUrl:
     host, prefix = url.hostname or "", url.path.rstrip("/")
     if not host or port == 0 or not content.isascii() or not content.isprintable() or " " in content:
         raise UsageError(f"{check.quoted(content)} has no host or an impossible port", remedy=remedy)
-    if not _PATH_PREFIX.fullmatch(prefix):
+    if not _PATH_PREFIX.fullmatch(prefix) or {".", ".."} & set(prefix.split("/")):
         raise UsageError("has a path that is none", remedy=remedy)
     if ":" in host:
         return BusUrl(check.address_endpoint(f"[{host}]:{port or 443}").host, port or 443, prefix)
