@@ -121,3 +121,13 @@ def test_the_operator_gets_the_same_rules_with_the_program_that_they_are_about()
 )
 def test_a_wrong_question_is_found(expression: str, fault: str) -> None:
     assert faults_of(expression, served()) == [fault]
+
+
+def test_without_their_patience_the_rules_would_fire_in_an_upgrade_of_brokers(tmp_path: Path) -> None:
+    whole = yaml.safe_load((ALERTS / "rules.event-broker.test.yaml").read_text())
+    (upgrade,) = [test for test in whole["tests"] if "upgrade" in test["name"]]
+    hasty = re.sub(r"for: \d+m", "for: 0m", (ALERTS / "rules.yaml").read_text())
+    test = yaml.safe_dump({**whole, "tests": [upgrade]}, sort_keys=False)
+    done = promtool_test(copied(tmp_path, hasty, test), "one.test.yaml")
+    assert done.returncode == 1
+    assert "KuraShaperEventBrokerGone" in done.stdout + done.stderr
