@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import re
 from dataclasses import dataclass
-from pathlib import Path
-from random import Random
 from typing import Any, cast
 
 from agent_rig import scraped
+from event_broker_metrics import scraped_of_a_broker
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kura_shaper.broker.credentials import Credentials
-from kura_shaper.broker.directory import MetadataDirectory
-from kura_shaper.broker.metrics import BrokerMetrics
-from kura_shaper.broker.service import Broker
-from kura_shaper.broker.settings import load_settings
 from kura_shaper.clock import SystemClock
 from kura_shaper.haproxy.metrics import WatchMetrics
 from kura_shaper.haproxy.watch import WatchState
-from kura_shaper.tenants.kubernetes.fake import FakeApi, FakeAsyncClock
 
 # What Prometheus makes itself, and the labels that it or a scrape's relabelling puts on every series.
 OWN_SERIES = {"ALERTS", "up"}
@@ -57,7 +49,8 @@ def served() -> dict[str, set[str]]:
     registry = CollectorRegistry(auto_describe=False)
     state = WatchState(source_valid=True, in_step=True, source_read_ns=1, last_good_ns=1, generation="1")
     registry.register(WatchMetrics(state, cast("Any", _Master()), SystemClock()))
-    return series_of(generate_latest(registry).decode()) | series_of(scraped()) | served_by_a_broker()
+    texts = (generate_latest(registry).decode(), scraped(), scraped_of_a_broker())
+    return {name: labels for text in texts for name, labels in series_of(text).items()}
 
 
 def series_of(text: str) -> dict[str, set[str]]:
@@ -111,25 +104,3 @@ class _Master:
     def ask(self, command: str) -> str:
         assert command == "show proc"
         return _SHOW_PROC
-
-
-# The event broker.
-
-SETTINGS = Path(__file__).parents[2] / "daemonset" / "event-broker" / "examples" / "minimal.yaml"
-
-
-@functools.cache
-def served_by_a_broker() -> dict[str, set[str]]:
-    """Return every series that a broker serves, which is all of them from its start."""
-
-    async def serve() -> bytes:
-        settings = load_settings(SETTINGS, {"POD_NAMESPACE": "gpu"})
-        clock, random = FakeAsyncClock(), Random(1)
-        api = FakeApi("DynamoWorkerMetadataList")
-        directory = MetadataDirectory(api, settings.watch_namespaces, clock=clock, random=random)
-        broker = Broker(settings, Credentials(settings, {}), directory, random=random)
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(BrokerMetrics(broker, directory))
-        return generate_latest(registry)
-
-    return series_of(asyncio.run(serve()).decode())
