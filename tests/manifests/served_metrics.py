@@ -1,4 +1,4 @@
-"""What the agent, the gateway's watch and the probe serve, and what a PromQL expression asks of them."""
+"""What the agent, the gateway's watch, the probe and the event broker serve, and what an expression asks of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from agent_rig import scraped
+from event_broker_metrics import scraped_of_a_broker
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -49,12 +50,13 @@ class Asked:
 
 @functools.cache
 def served() -> dict[str, set[str]]:
-    """Return every series that a real agent, the watch and the probe serve, with its labels."""
+    """Return every series that a real agent, the watch, the probe and a broker serve, with its labels."""
     registry = CollectorRegistry(auto_describe=False)
     state = WatchState(source_valid=True, in_step=True, source_read_ns=1, last_good_ns=1, generation="1")
     registry.register(WatchMetrics(state, cast("Any", _Master()), SystemClock()))
     registry.register(ProbeMetrics(_probe()))
-    return series_of(generate_latest(registry).decode()) | series_of(scraped())
+    texts = (generate_latest(registry).decode(), scraped(), scraped_of_a_broker())
+    return {name: labels for text in texts for name, labels in series_of(text).items()}
 
 
 def _probe() -> ProbeService:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 ALERTS = DAEMONSET / "alerts"
 RULES = yaml.safe_load((ALERTS / "rules.yaml").read_text())
-TEST_FILES = ("rules.test.yaml", "rules.day.test.yaml", "rules.probe.test.yaml")
+TEST_FILES = ("rules.test.yaml", "rules.day.test.yaml", "rules.probe.test.yaml", "rules.event-broker.test.yaml")
+RUNBOOKS = ("daemonset/README.md", "daemonset/event-broker/README.md")
 ALL = [rule for group in RULES["groups"] for rule in group["rules"]]
 BY_NAME = {rule["alert"]: rule for rule in ALL}
 
@@ -89,8 +90,8 @@ def test_a_rule_says_how_bad_it_is_and_where_to_read_on(name: str) -> None:
     assert rule["labels"]["severity"] in {"critical", "warning", "info"}
     assert rule["annotations"].keys() == {"summary", "description", "runbook"}
     page, _, anchor = rule["annotations"]["runbook"].partition("#")
-    assert page == "daemonset/README.md"
-    assert anchor in anchors((DAEMONSET / "README.md").read_text())
+    assert page in RUNBOOKS
+    assert anchor in anchors((DAEMONSET.parent / page).read_text())
     used = set(re.findall(r"\$labels\.(\w+)", " ".join(rule["annotations"].values())))
     assert used <= grouped_by(rule["expr"])
 
@@ -99,10 +100,15 @@ def test_names_are_unique() -> None:
     assert len(BY_NAME) == len(ALL)
 
 
-def test_the_operator_gets_the_same_rules() -> None:
-    (written,) = yaml.safe_load_all((ALERTS / "prometheusrule.yaml").read_text())
-    assert written["kind"] == "PrometheusRule"
-    assert written["spec"] == RULES, "scripts/kubernetes/sync-monitoring writes it"
+def test_the_operator_gets_the_same_rules_with_the_program_that_they_are_about() -> None:
+    """Where there is no broker, a rule that asks whether any is heard would fire for ever; and likewise for agents."""
+    about = {"alerts/prometheusrule.yaml": False, "event-broker/components/monitoring/prometheusrule.yaml": True}
+    for path, is_brokers in about.items():
+        (written,) = yaml.safe_load_all((DAEMONSET / path).read_text())
+        assert written["kind"] == "PrometheusRule"
+        groups = [each for each in RULES["groups"] if each["name"].startswith("kura-shaper-event-broker") is is_brokers]
+        assert groups
+        assert written["spec"] == {"groups": groups}, "scripts/kubernetes/sync-monitoring writes it"
 
 
 @pytest.mark.parametrize(
@@ -116,3 +122,13 @@ def test_the_operator_gets_the_same_rules() -> None:
 )
 def test_a_wrong_question_is_found(expression: str, fault: str) -> None:
     assert faults_of(expression, served()) == [fault]
+
+
+def test_without_their_patience_the_rules_would_fire_in_an_upgrade_of_brokers(tmp_path: Path) -> None:
+    whole = yaml.safe_load((ALERTS / "rules.event-broker.test.yaml").read_text())
+    (upgrade,) = [test for test in whole["tests"] if "upgrade" in test["name"]]
+    hasty = re.sub(r"for: \d+m", "for: 0m", (ALERTS / "rules.yaml").read_text())
+    test = yaml.safe_dump({**whole, "tests": [upgrade]}, sort_keys=False)
+    done = promtool_test(copied(tmp_path, hasty, test), "one.test.yaml")
+    assert done.returncode == 1
+    assert "KuraShaperEventBrokerGone" in done.stdout + done.stderr

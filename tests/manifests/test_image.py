@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import tomllib
 
 import pytest
 from manifest_tools import DAEMONSET, ROOT, run, tool
@@ -68,3 +69,13 @@ def test_what_is_copied_is_not_ignored() -> None:
     assert copied == allowed
     for path in copied:
         assert subprocess.run(["test", "-e", ROOT / path], check=False).returncode == 0
+
+
+def test_the_event_broker_has_what_it_needs_and_is_nobody() -> None:
+    (stage,) = re.findall(r"^FROM runtime AS event-broker\n(.+?)(?=^FROM )", DOCKERFILE, re.MULTILINE | re.DOTALL)
+    assert "org.opencontainers.image.title" in stage
+    assert "\nUSER 65532:65532\n" in stage
+    assert 'CMD ["event-broker", "--config", "/etc/event-broker/config.yaml"]' in stage
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for requirement in (*extras["broker"], *extras["kubernetes"]):
+        assert re.split(r"[<>=]", requirement)[0] in pins("daemonset/requirements.lock")

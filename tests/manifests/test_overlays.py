@@ -221,10 +221,10 @@ def test_a_pod_monitor_finds_the_agents_and_names_the_node() -> None:
 def test_a_collector_keeps_what_the_rules_ask_for() -> None:
     values: dict[str, Any] = yaml.safe_load((DAEMONSET / "k8s-monitoring-values.yaml").read_text())
     monitors = values["prometheusOperatorObjects"]["podMonitors"]
-    assert monitors["namespaces"] == ["kura-shaper"]
+    assert monitors["namespaces"] == ["kura-shaper", "event-broker"]
     kept = re.compile("|".join(monitors["metricsTuning"]["includeMetrics"]))
     texts = ((DAEMONSET / path).read_text() for path in ("alerts/rules.yaml", "dashboards/kura-shaper.json"))
-    asked = {name for text in texts for name in re.findall(r"kura_shaper_\w+", text)}
+    asked = {name for text in texts for name in re.findall(r"(?:kura_shaper|continuum)_\w+", text)}
     assert asked
     assert all(kept.fullmatch(name) for name in asked)
 

@@ -1,0 +1,93 @@
+"""The event broker's examples, notes and README: what they say is so, and each command that they show is one."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import TYPE_CHECKING
+
+import pytest
+import typer
+from event_broker_manifests import BUNDLE, CHART
+from manifest_tools import DAEMONSET, anchors, run, tool
+
+from kura_shaper.broker import settings as broker_settings
+from kura_shaper.broker.counts import DialOutcome
+from kura_shaper.broker.metadata import Skip
+from kura_shaper.broker.protocol.codes import UNKNOWN, RefusalCode
+from kura_shaper.broker.settings import load_settings
+from kura_shaper.cli.main import app
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+README = (BUNDLE / "README.md").read_text()
+
+
+# Examples and pages.
+
+
+@pytest.mark.parametrize("path", sorted((BUNDLE / "examples").iterdir()), ids=lambda path: path.name)
+def test_an_example_is_taken(path: Path) -> None:
+    assert load_settings(path, {"POD_NAMESPACE": "gpu"}).dynamo_namespaces[0] == "dynamo"
+
+
+def test_one_example_has_every_key_and_the_defaults_that_it_says() -> None:
+    text = (BUNDLE / "examples" / "everything.yaml").read_text()
+    said = set(re.findall(r"^(?:# )?(\w+): ", text, re.MULTILINE))
+    assert set(broker_settings._KEYS) <= said
+    least = load_settings(BUNDLE / "examples" / "minimal.yaml", {"POD_NAMESPACE": "gpu"})
+    every = load_settings(BUNDLE / "examples" / "everything.yaml", {})
+    for name in (
+        *("max_streams", "max_stream_buffer_bytes", "upstream_connect_timeout_ms", "reconnect_least_ms"),
+        *("reconnect_most_ms", "drain_deadline_ms", "metrics_listen", "log_level", "log_format"),
+    ):
+        assert getattr(every, name) == getattr(least, name), name
+
+
+def test_whoever_installs_is_told_what_comes_next() -> None:
+    words = ("install", "event-broker", CHART, "--namespace", "event-broker", "--dry-run=client")
+
+    def told(*options: str) -> str:
+        values = ("--values", CHART / "ci" / "two-values.yaml")
+        return run(tool("helm"), *words, *values, *options).stdout.partition("NOTES:")[2]
+
+    assert "exec deploy/event-broker-gpu-a-2" in told()
+    assert "any address" not in told()
+    assert "allowed_cidrs is empty" in told("--set-json", "settings.allowed_cidrs=[]")
+    assert "allowed_cidrs has a /0" in told("--set-json", 'settings.allowed_cidrs=["0.0.0.0/0"]')
+    assert "uid 0 with NET_ADMIN" in told("--set", "settings.so_mark=1,monitoring.enabled=false")
+
+
+def table(heading: str) -> list[str]:
+    """Return the first column of the first table below a heading."""
+    part = README.partition(f"# {heading}\n")[2].partition("\n#")[0]
+    return re.findall(r"^\| `(\w+)` \|", part, re.MULTILINE)
+
+
+def test_every_code_and_reason_is_explained() -> None:
+    assert table("What refusals mean") == [*RefusalCode, UNKNOWN]
+    assert set(table("Not connected")) == set(DialOutcome) - {DialOutcome.ESTABLISHED}
+    part = README.partition("### Metadata\n")[2].partition("\n#")[0]
+    for reason in Skip:
+        assert f"`{reason}`" in part or reason.endswith("_too_long")
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)]+)\)", README))))
+def test_a_link_leads_somewhere(link: str) -> None:
+    page, _, anchor = link.partition("#")
+    path = (BUNDLE / page) if page else BUNDLE / "README.md"
+    assert not anchor or anchor in anchors(path.read_text())
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"(?:daemonset|tests)/[\w/.-]*\w", README))))
+def test_a_path_is_there(path: str) -> None:
+    assert (DAEMONSET.parent / path).exists()
+
+
+@pytest.mark.parametrize("command", sorted(set(re.findall(r"^kura-shaper .+$", README, re.MULTILINE))))
+def test_a_command_is_taken(command: str) -> None:
+    group = typer.main.get_command(app)
+    assert isinstance(group, typer.core.TyperGroup)
+    words = shlex.split(command)[1:]
+    group.commands[words[0]].make_context(command, words[1:])
