@@ -44,9 +44,10 @@ def event_broker(
     """
     try:
         from kura_shaper.broker.credentials import Credentials
+        from kura_shaper.broker.entries import SettingsError
         from kura_shaper.broker.program import EarlySignals, problems_of, run_broker
         from kura_shaper.broker.service import OnTerminal
-        from kura_shaper.broker.settings import SettingsError, load_settings
+        from kura_shaper.broker.settings import load_settings
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed", remedy="install kura-shaper[broker,kubernetes]") from error
     if check_config:
