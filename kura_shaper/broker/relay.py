@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kura_shaper.broker.endpoint import PublisherAddress
+    from kura_shaper.broker.http2 import Http2Client
     from kura_shaper.broker.link import BusLink
     from kura_shaper.broker.protocol.events import SubscribeAsked
 
@@ -67,7 +68,7 @@ class RelayState(Enum):
 class RelayOwner(Protocol):
     """The session that a stream belongs to."""
 
-    link: BusLink
+    link: BusLink[Http2Client]
     counts: Counts
     headers: list[tuple[str, str]]
 
