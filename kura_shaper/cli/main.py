@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from kura_shaper import __version__
-from kura_shaper.cli import agent, balance, bench, event_broker, gateway, lab, show, tenants, tree
+from kura_shaper.cli import agent, balance, bench, event_broker, event_bus, gateway, lab, show, tenants, tree
 from kura_shaper.errors import KuraShaperError, StateUnknownError, UsageError
 from kura_shaper.log import LogFormat, LogLevel, configure
 
@@ -32,6 +32,7 @@ balance.register(app)
 gateway.register(app)
 bench.register(app)
 event_broker.register(app)
+event_bus.register(app)
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(lab.app, name="lab")
 

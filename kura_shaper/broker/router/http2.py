@@ -147,6 +147,12 @@ class Http2Server:
         """Say that no further streams are served. Those that are there go on."""
         self._raw += encode_goaway(last_stream_id, error_code)
 
+    def lose(self) -> None:
+        """The connection is gone: there is no more of any request."""
+        bodies, self._bodies = tuple(self._bodies.values()), {}
+        for body in bodies:
+            body.on_reset()
+
     def receive(self, data: bytes) -> None:
         """Take bytes of the client, and tell whom they concern. Raises ConnectionFailedError."""
         with _mapped():

@@ -41,6 +41,7 @@ class ZmtpFault(StrEnum):
     TOO_LARGE = "too_large"
     TOO_MANY_PARTS = "too_many_parts"
     FLOOD = "flood"
+    SILENT = "silent"
 
 
 class ZmtpError(Exception):
