@@ -67,7 +67,7 @@ class ZmqPublisher:
         self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         self.endpoint = f"tcp://127.0.0.1:{self.port}"
         self.publisher_id, self.next = publisher_id, 0
-        self.subscribers = 0
+        self.subscribes = self.unsubscribes = 0
 
     def publish(self, topic: str = TOPIC, payload: bytes = b"\x81\xa1k\x01") -> int:
         """Publish the next event and return its number."""
@@ -79,13 +79,15 @@ class ZmqPublisher:
         """Send any message."""
         self._socket.send_multipart(parts)
 
-    async def subscribed(self, count: int = 1) -> None:
-        """Return when there are so many subscriptions."""
+    async def subscribed(self, subscribes: int = 1, *, unsubscribes: int = 0) -> None:
+        """Return when so many subscriptions came, and went, since the beginning."""
 
         def are_there() -> bool:
             while self._socket.poll(0):
-                self.subscribers += 1 if self._socket.recv()[:1] == b"\x01" else -1
-            return self.subscribers == count
+                came = self._socket.recv()[:1] == b"\x01"
+                self.subscribes += came
+                self.unsubscribes += not came
+            return self.subscribes >= subscribes and self.unsubscribes >= unsubscribes
 
         await until(are_there)
 
@@ -131,7 +133,9 @@ class RouterRig:
 
 
 @asynccontextmanager
-async def routing(*publishers: ZmqPublisher, topics: tuple[str, ...] = (TOPIC,), **changes: Any) -> AsyncIterator[RouterRig]:
+async def routing(
+    *publishers: ZmqPublisher, topics: tuple[str, ...] = (TOPIC,), **changes: Any
+) -> AsyncIterator[RouterRig]:
     """Run a router that reads publishers until the test is over; nothing is left then."""
     wanted = tuple(Subscription(each.endpoint, NAMESPACE, topics) for each in publishers)
     directory = FakeDirectory()
@@ -147,7 +151,9 @@ async def routing(*publishers: ZmqPublisher, topics: tuple[str, ...] = (TOPIC,),
         started = asyncio.Event()
         rig = RouterRig(bus, output, directory, scratch, asyncio.ensure_future(bus.run(started)))
         try:
-            await asyncio.wait([rig.running, asyncio.ensure_future(started.wait())], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                [rig.running, asyncio.ensure_future(started.wait())], return_when=asyncio.FIRST_COMPLETED
+            )
             if rig.running.done():
                 rig.running.result()
             yield rig

@@ -92,6 +92,7 @@ class Feed:
             return
         session = self._owner.choose(self.wanted.dynamo_namespace, other_than=self.current.session)
         if session is not None and session is not self.current.session:
+            self.current.session.moving += 1
             self.next = FeedStream(self, session, max_message_bytes=self._owner.max_message_bytes)
 
     def close(self) -> None:
@@ -142,16 +143,18 @@ class Feed:
 
     def _lost(self, stream: FeedStream, why: str, *, lived_s: float) -> None:
         if stream is self.next:
+            if self.current is not None:
+                self.current.session.moving -= 1
             self.next = None
             self._drop_held()
             return
         if stream is not self.current:
             return
         self.last_failure = why
-        self.current = None
         if self.next is not None:
             self._change_over(self.next)
             return
+        self.current = None
         if lived_s >= _LIVED_S:
             self._failures = 0
         most_s = min(_RETRY_MOST_S, _RETRY_LEAST_S * 2 ** min(self._failures + 1, 10))
@@ -165,6 +168,7 @@ class Feed:
             return
         before, self.current, self.next = self.current, stream, None
         if before is not None:
+            before.session.moving -= 1
             before.close()
         self._repeats_until_s = self._loop.time() + _REPEATS_FOR_S
         held = tuple(self._held)

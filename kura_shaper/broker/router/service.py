@@ -151,7 +151,7 @@ class EventBus:
         ]
         if self.is_stopping or not found:
             return None
-        return min(found, key=lambda session: (len(session.tunnels), session.client_id))
+        return min(found, key=lambda session: (session.load, session.client_id))
 
     def drain(self, session: ClientSession, reason: DrainReason) -> None:
         """Ask one client to leave; what it had is read over others first where there are any."""
@@ -182,7 +182,7 @@ class EventBus:
         for feed in self.feeds:
             busy = feed.session
             idle = self.choose(feed.wanted.dynamo_namespace, other_than=busy)
-            if busy is not None and idle is not None and len(busy.tunnels) - len(idle.tunnels) > 1:
+            if busy is not None and idle is not None and busy.load - idle.load > 1:
                 feed.move()
 
     # Life.

@@ -56,6 +56,8 @@ class ClientSession:
         self.sent_bytes = 0
         self.began_s = self._loop.time()
         self.tunnels: dict[str, Tunnel] = {}
+        # Of these, how many are only kept until another session has what they bring.
+        self.moving = 0
         self.end_code = ""
         # What a test's fault may take away.
         self.grants = self.beats = True
@@ -81,6 +83,11 @@ class ClientSession:
     def namespaces(self) -> tuple[str, ...]:
         """The Dynamo namespaces that it covers."""
         return self.protocol.hello.dynamo_namespaces if self.protocol.hello else ()
+
+    @property
+    def load(self) -> int:
+        """How many streams it has that are to stay."""
+        return len(self.tunnels) - self.moving
 
     @property
     def is_over(self) -> bool:
