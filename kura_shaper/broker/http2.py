@@ -133,15 +133,14 @@ class Http2Client:
 
     def finish(self, http_id: int) -> None:
         """End a body, if its exchange is still there."""
-        if http_id in self._exchanges:
+        if http_id in self._exchanges and self._is_open(http_id):
             self._h2.end_stream(http_id)
 
     def release(self, http_id: int) -> None:
         """End an exchange at once (CANCEL), unless both ways have ended. Nobody is told of it any more."""
         if self._exchanges.pop(http_id, None) is None:
             return
-        stream = self._h2.streams.get(http_id)
-        if stream is not None and not stream.closed:
+        if self._is_open(http_id):
             self._h2.reset_stream(http_id, h2.errors.ErrorCodes.CANCEL)
         self._give_places()
 
@@ -161,6 +160,11 @@ class Http2Client:
         for goaway in goaways:
             self._go_away(goaway)
         self._give_places()
+
+    def _is_open(self, http_id: int) -> bool:
+        """Whether a stream can be sent on: one that ended may have been reset before we are told of its end."""
+        stream = self._h2.streams.get(http_id)
+        return stream is not None and not stream.closed
 
     def _tell(self, event: h2.events.Event) -> None:
         match event:

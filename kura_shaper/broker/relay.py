@@ -243,7 +243,9 @@ class Relay:
     def on_reset(self, reason: str) -> None:
         """See Exchange."""
         if self.state is RelayState.OPENING:
-            self._fail_opening(StreamRefusedError(RefusalCode.STREAM_REJECTED, reason))
+            # A server may break off what it has refused already (RFC 9113, section 8.1); the refusal counts.
+            if not self._head.done():
+                self._fail_opening(StreamRefusedError(RefusalCode.STREAM_REJECTED, reason))
         elif self.state is not RelayState.OVER:
             self._over(StreamEnd.ROUTER_CLOSED, None)
 

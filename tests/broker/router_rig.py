@@ -1,4 +1,4 @@
-"""The reference router with real brokers on the loopback, and publishers of ZeroMQ that number their events as Dynamo's do."""
+"""The reference router with real brokers, and publishers of ZeroMQ that number their events as Dynamo's do."""
 
 from __future__ import annotations
 

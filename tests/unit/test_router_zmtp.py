@@ -1,4 +1,4 @@
-"""The bounded subscriber of ZMTP: handshakes of both versions, messages however they are cut, and peers that misbehave."""
+"""The bounded subscriber of ZMTP: both versions, messages however they are cut, and peers that misbehave."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ header may be; and a GOAWAY of its own changes nothing, since it opens no fewer 
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import h2.config
@@ -23,7 +22,7 @@ from kura_shaper.broker.protocol.goaway import LAST_STREAM_MAX, NO_ERROR, FrameS
 from kura_shaper.broker.protocol.limits import KIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from kura_shaper.broker.http2 import Header
 
@@ -112,10 +111,14 @@ class Http2Server:
 
     def respond(self, http_id: int, status: int, headers: Sequence[Header] = (), *, body: bytes | None = None) -> None:
         """Send the head of an answer, and with a body all of it."""
-        with _mapped():
-            self._h2.send_headers(http_id, [(":status", str(status)), *headers], end_stream=body == b"")
-            if body:
-                self._h2.send_data(http_id, body, end_stream=True)
+        if not self._is_open(http_id):
+            return
+        if body and len(body) > self._h2.local_flow_control_window(http_id):
+            # Its status says enough to a client that grants nothing.
+            body = b""
+        self._h2.send_headers(http_id, [(":status", str(status)), *headers], end_stream=body == b"")
+        if body:
+            self._h2.send_data(http_id, body, end_stream=True)
 
     def stream_room_bytes(self, http_id: int) -> int:
         """Return how much the client's windows of a stream and of the connection let through."""
@@ -127,16 +130,14 @@ class Http2Server:
 
     def finish(self, http_id: int) -> None:
         """End an answer, if its request is still there."""
-        if http_id in self._bodies:
-            with _mapped():
-                self._h2.end_stream(http_id)
+        if http_id in self._bodies and self._is_open(http_id):
+            self._h2.end_stream(http_id)
 
     def release(self, http_id: int) -> None:
         """End a stream at once, unless both ways have ended. Nobody is told of it any more."""
         if self._bodies.pop(http_id, None) is None:
             return
-        stream = self._h2.streams.get(http_id)
-        if stream is not None and not stream.closed:
+        if self._is_open(http_id):
             self._h2.reset_stream(http_id, h2.errors.ErrorCodes.CANCEL)
 
     def give_credit(self, http_id: int, credit_bytes: int) -> None:
@@ -155,10 +156,18 @@ class Http2Server:
 
     def receive(self, data: bytes) -> None:
         """Take bytes of the client, and tell whom they concern. Raises ConnectionFailedError."""
-        with _mapped():
+        try:
             passed, _ = self._splitter.feed(data)
-            for event in self._h2.receive_data(passed):
-                self._tell(event)
+            events = self._h2.receive_data(passed)
+        except (h2.exceptions.ProtocolError, ProtocolViolationError) as error:
+            raise ConnectionFailedError(f"HTTP/2: {type(error).__name__}") from error
+        for event in events:
+            self._tell(event)
+
+    def _is_open(self, http_id: int) -> bool:
+        """Whether anything can be sent on a stream: one may have been reset before we are told of its request."""
+        stream = self._h2.streams.get(http_id)
+        return stream is not None and not stream.closed
 
     def _tell(self, event: h2.events.Event) -> None:
         match event:
@@ -190,12 +199,3 @@ class Http2Server:
             body.on_data(event.data or b"", credit_bytes)
         elif credit_bytes:
             self._h2.acknowledge_received_data(credit_bytes, http_id)
-
-
-@contextmanager
-def _mapped() -> Iterator[None]:
-    """Turn everything that a client may break a connection by into one error."""
-    try:
-        yield
-    except (h2.exceptions.ProtocolError, ProtocolViolationError) as error:
-        raise ConnectionFailedError(f"HTTP/2: {type(error).__name__}") from error

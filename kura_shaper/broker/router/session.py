@@ -98,7 +98,7 @@ class ClientSession:
     def takes_subscribes(self) -> bool:
         """Whether it is welcomed, does not leave, and has a place."""
         protocol, hello = self.protocol, self.protocol.hello
-        if self.is_over or hello is None or protocol.terms is None or protocol.is_draining:
+        if self.is_over or protocol.has_ended or protocol.is_draining or hello is None or protocol.terms is None:
             return False
         return len(protocol.streams) < min(protocol.terms.limits.max_streams, hello.limits.max_streams)
 
@@ -139,7 +139,7 @@ class ClientSession:
 
     def drain(self, reason: DrainReason, deadline_ms: int) -> None:
         """Ask the client to leave."""
-        if not self.is_over and self.protocol.terms is not None:
+        if not self.protocol.has_ended and self.protocol.terms is not None:
             self.protocol.drain(reason, deadline_ms)
             self.say()
 
@@ -199,7 +199,7 @@ class ClientSession:
 
     def _take_one(self, event: events.Event) -> None:
         match event:
-            case events.Greeted(hello=hello):
+            case events.Greeted(hello=hello) if not self.protocol.has_ended:
                 self._owner.on_greeted(self, hello)
             case StreamOpened() | events.FrameIgnored() | events.HeartbeatSeen():
                 self._note(event)
