@@ -99,6 +99,7 @@ class Counts:
     loop_lag_s: float = 0.0
     # The last ones by name, for a person who looks; a label would grow without end.
     recent_closes: deque[dict[str, object]] = field(default_factory=lambda: deque(maxlen=_RECENT_MAX))
+    recent_refusals: deque[dict[str, object]] = field(default_factory=lambda: deque(maxlen=_RECENT_MAX))
 
 
 def count(counter: dict[str, int], key: str) -> None:

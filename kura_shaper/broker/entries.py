@@ -122,7 +122,7 @@ def file_path(content: str) -> Path:
 def url_prefix(content: str) -> str:
     """Return what comes before the paths of the bus, without a / at its end."""
     prefix = content.rstrip("/")
-    if not _PATH_PREFIX.fullmatch(prefix):
+    if not _PATH_PREFIX.fullmatch(prefix) or {".", ".."} & set(prefix.split("/")):
         raise UsageError("has a path that is none", remedy="write /prefix, of letters, digits, . _ ~ and -")
     return prefix
 

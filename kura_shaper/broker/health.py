@@ -56,6 +56,7 @@ class BrokerHealth:
             "session": _session(view.session, broker.now_ns()) if view.session else None,
             "last_end": {"code": view.last_end.code, "reason": view.last_end.message} if view.last_end else None,
             "recent_closes": list(broker.counts.recent_closes),
+            "recent_refusals": list(broker.counts.recent_refusals),
             "metadata": {
                 "resources": directory.resources,
                 "publishers": directory.references,
@@ -84,7 +85,7 @@ def _stream(relay: Relay, now_ns: int) -> dict[str, Any]:
     return {
         "id": relay.stream_id,
         "state": relay.state.value,
-        "endpoint": relay.target.endpoint,
+        "endpoint": relay.target.endpoint[:256],
         "age_s": round(now_ns / SECOND_NS - relay.began_s, 3),
         "bytes_to_router": relay.sent_bytes,
         "bytes_to_upstream": relay.received_bytes,

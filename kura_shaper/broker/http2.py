@@ -8,6 +8,7 @@ data can't use, so that the session's own frames get through when the router gra
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Protocol
 
@@ -35,8 +36,13 @@ _DATA_FRAME_BYTES_MAX = 64 * KIB
 WINDOW_RESERVE_BYTES = 16 * KIB
 _INITIAL_WINDOW_BYTES = 65_535
 
-# h2 spells out each frame that it receives for a trace that nobody reads: 40 % of a relay's time.
-hyperframe.frame.DataFrame.__repr__ = object.__repr__  # type: ignore[method-assign]
+
+def _quieten() -> None:
+    """Keep the libraries below from spelling things out."""
+    # h2 has each frame that it receives described for a trace that nobody reads: 40 % of a relay's time.
+    hyperframe.frame.DataFrame.__repr__ = object.__repr__  # type: ignore[method-assign]
+    # At level debug hpack logs every header, the token among them.
+    logging.getLogger("hpack").setLevel(logging.WARNING)
 
 
 class ConnectionFailedError(Exception):
@@ -73,6 +79,7 @@ class Http2Client:
     """Requests of one connection. `data_to_send` is what the library wants to send, headers and credit and all."""
 
     def __init__(self, authority: str, *, max_streams: int) -> None:
+        _quieten()
         self._authority = authority
         self._h2 = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True, header_encoding="utf-8"))
         self._h2.local_settings = h2.settings.Settings(
@@ -92,6 +99,7 @@ class Http2Client:
         self._exchanges: dict[int, Exchange] = {}
         self._waiting: OrderedDict[Exchange, list[Header]] = OrderedDict()
         self._knows_settings = False
+        self._is_broken = False
         self._last_stream_id: int | None = None
 
     @property
@@ -124,8 +132,8 @@ class Http2Client:
         return self._waiting.pop(exchange, None) is not None
 
     def stream_room_bytes(self, http_id: int) -> int:
-        """Return how much the router's windows of a stream and of the connection let through; all of it."""
-        return self._h2.local_flow_control_window(http_id)
+        """Return how much the router's windows of a stream and of the connection let through; 0 of one that ended."""
+        return self._h2.local_flow_control_window(http_id) if self._is_open(http_id) else 0
 
     def send(self, http_id: int, data: bytes) -> None:
         """Send a part of a body, which has to fit a frame and the windows."""
@@ -144,6 +152,19 @@ class Http2Client:
             self._h2.reset_stream(http_id, h2.errors.ErrorCodes.CANCEL)
         self._give_places()
 
+    def break_off(self) -> None:
+        """The connection is gone: nothing can be sent any more, and nothing is tried."""
+        self._is_broken = True
+
+    def _is_open(self, http_id: int) -> bool:
+        """Return whether a stream can still be written to.
+
+        The library takes all frames of a read before it tells of the first: a stream may have ended
+        that nobody was told of yet.
+        """
+        stream = self._h2.streams.get(http_id)
+        return stream is not None and not stream.closed and not self._is_broken
+
     def give_credit(self, http_id: int, credit_bytes: int) -> None:
         """Let the router send so much more: these bytes were used."""
         self._h2.acknowledge_received_data(credit_bytes, http_id)
@@ -154,17 +175,13 @@ class Http2Client:
             passed, goaways = self._splitter.feed(data)
             events = self._h2.receive_data(passed)
         except (h2.exceptions.ProtocolError, ProtocolViolationError) as error:
+            self.break_off()
             raise ConnectionFailedError(f"HTTP/2: {type(error).__name__}") from error
         for event in events:
             self._tell(event)
         for goaway in goaways:
             self._go_away(goaway)
         self._give_places()
-
-    def _is_open(self, http_id: int) -> bool:
-        """Whether a stream can be sent on: one that ended may have been reset before we are told of its end."""
-        stream = self._h2.streams.get(http_id)
-        return stream is not None and not stream.closed
 
     def _tell(self, event: h2.events.Event) -> None:
         match event:
@@ -209,7 +226,7 @@ class Http2Client:
 
     def _give_places(self) -> None:
         # Before the router's settings are known, h2 counts with as many places as there are numbers.
-        while self._waiting and self._last_stream_id is None and self._has_place():
+        while self._waiting and not self.is_leaving and not self._is_broken and self._has_place():
             exchange, head = self._waiting.popitem(last=False)
             http_id = self._h2.get_next_available_stream_id()
             self._h2.send_headers(http_id, head)

@@ -113,6 +113,7 @@ class BusLink(asyncio.Protocol, Generic[HttpT]):
         """Give the connection up."""
         if not self._is_lost:
             self._is_lost = True
+            self.http.break_off()
             self._owner.on_lost(error)
 
     def close(self, *, within_s: float) -> None:

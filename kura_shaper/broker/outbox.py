@@ -60,6 +60,9 @@ class Http2End(Protocol):
         """Return what is to be sent, once."""
         ...
 
+    def break_off(self) -> None:
+        """The connection is gone: nothing can be sent any more, and nothing is tried."""
+
     def receive(self, data: bytes) -> None:
         """Take bytes of the peer, and tell whom they concern. Raises ConnectionFailedError."""
 

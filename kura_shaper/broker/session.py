@@ -39,6 +39,7 @@ _BODY_BYTES_MAX = 4 * KIB
 # A timer that comes this late says that we were held up, not that the router is silent.
 _LATE_S, _HEAR_OUT_S = 1.0, 0.05
 _OK = 200
+_SHOWN = 256
 _log = logging.getLogger("kura_shaper.broker")
 
 
@@ -75,6 +76,7 @@ class BusSession:
         self._status = 0
         self._retry_after, self._body = "", b""
         self._timer: asyncio.TimerHandle | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._after_drain: SessionEnd | None = None
         self._http_id = 0
@@ -96,9 +98,10 @@ class BusSession:
 
     def start(self) -> None:
         """Ask for the session: the link is connected."""
+        self.protocol.connected()
         self.link.http.request(self, f"{self._parts.path_prefix}{SESSION_PATH}", self._request_headers())
         self._say()
-        self._loop.call_later(_HEAD_WITHIN_S, self._expect_head)
+        self._head_timer = self._loop.call_later(_HEAD_WITHIN_S, self._expect_head)
         self._plan_tick()
 
     def drain(self, deadline_ms: int) -> None:
@@ -113,7 +116,7 @@ class BusSession:
         for relay in tuple(self.relays.values()):
             relay.end(StreamEnd.SESSION_LOST)
         self.relays.clear()
-        for timer in (self._timer, self._deadline):
+        for timer in (self._timer, self._head_timer, self._deadline):
             if timer is not None:
                 timer.cancel()
         if not self.link.outbox.session_bytes:
@@ -256,6 +259,7 @@ class BusSession:
         """See RelayOwner."""
         self._forget(relay)
         if self.protocol.refuse(relay.stream_id, refused.code, refused.message):
+            self.counts.recent_refusals.append({"endpoint": relay.target.endpoint[:_SHOWN], "code": str(refused.code)})
             self._parts.refusals.note(refused.code, refused.message)
         self._say()
         self._leave_if_done()
@@ -264,7 +268,7 @@ class BusSession:
         """See RelayOwner."""
         count(self.counts.stream_ends, end)
         self.counts.recent_closes.append(
-            {"endpoint": relay.target.endpoint, "code": str(end), "bytes_to_router": relay.sent_bytes}
+            {"endpoint": relay.target.endpoint[:_SHOWN], "code": str(end), "bytes_to_router": relay.sent_bytes}
         )
         self._forget(relay)
         if code is None:
@@ -287,9 +291,9 @@ class BusSession:
     # Ends.
 
     def _leave(self, after: SessionEnd, within_s: float | None) -> None:
-        """End when the last stream has ended, or at a deadline."""
+        """End when the last stream has ended, or at a deadline, which can only come nearer."""
         self._after_drain = self._after_drain or after
-        if within_s is not None:
+        if within_s is not None and (self._deadline is None or self._deadline.when() > self._loop.time() + within_s):
             if self._deadline is not None:
                 self._deadline.cancel()
             self._deadline = self._loop.call_later(within_s, self._cut)

@@ -116,7 +116,7 @@ def _fill_namespaces(
     try:
         found["kubernetes_namespace"] = check.label(own, characters_max=63)
     except UsageError:
-        if not reading.problems:
+        if "kubernetes_namespace" not in reading:
             remedy = "add kubernetes_namespace, or set POD_NAMESPACE"
             reading.refuse("kubernetes_namespace", "is not known outside a pod", remedy=remedy)
     if found["watch_namespaces"] is None:

@@ -43,7 +43,7 @@ from kura_shaper.broker.protocol.goaway import encode_goaway
 from kura_shaper.broker.protocol.limits import MEDIA_TYPE, SECOND_NS, SESSION_PATH, STREAMS_PATH
 from kura_shaper.broker.protocol.router_session import Claim, RouterSession
 from kura_shaper.broker.resolve import Resolver
-from kura_shaper.broker.service import Broker
+from kura_shaper.broker.service import Broker, OnTerminal
 from kura_shaper.broker.settings import BrokerSettings, BusUrl
 
 if TYPE_CHECKING:
@@ -257,12 +257,14 @@ class Peer(asyncio.Protocol):
 
     def end(self, stream_id: str) -> None:
         """End a data stream's answer."""
+        self.streams[stream_id].waiting.clear()
         self._h2.end_stream(self.streams[stream_id].http_id)
         self.session.forget(stream_id)
         self.flush()
 
     def reset(self, stream_id: str) -> None:
         """Reset a data stream."""
+        self.streams[stream_id].waiting.clear()
         self._h2.reset_stream(self.streams[stream_id].http_id, h2.errors.ErrorCodes.CANCEL)
         self.session.forget(stream_id)
         self.flush()
@@ -296,6 +298,11 @@ class Peer(asyncio.Protocol):
         assert self._transport
         self._transport.write(encode_goaway(last, code))
 
+    def ping(self, count: int) -> None:
+        """Ask for so many answers, by hand: the library would keep account of each."""
+        assert self._transport
+        self._transport.write((b"\0\0\x08\x06\0\0\0\0\0" + bytes(8)) * count)
+
     def stall(self) -> None:
         """Read nothing more."""
         assert self._transport
@@ -305,6 +312,12 @@ class Peer(asyncio.Protocol):
         """Read again."""
         assert self._transport
         self._transport.resume_reading()
+
+    def write_raw(self, data: bytes) -> None:
+        """Write any bytes in place of HTTP/2."""
+        self.flush()
+        assert self._transport
+        self._transport.write(data)
 
     def abort(self) -> None:
         """Break the connection."""
@@ -372,6 +385,7 @@ class Peer(asyncio.Protocol):
                         self._h2.end_stream(http_id)
             case h2.events.StreamReset(stream_id=http_id) if http_id in self.by_http:
                 self.by_http[http_id].reset = int(event.error_code or 0)
+                self.by_http[http_id].waiting.clear()
             case h2.events.WindowUpdated():
                 self._pump()
 
@@ -401,6 +415,7 @@ class Peer(asyncio.Protocol):
 
     def _begin_session(self, http_id: int, headers: dict[str, str]) -> None:
         self.session_http_id, self.session_headers = http_id, headers
+        self._h2.increment_flow_control_window(WIDE, http_id)
         script = self.script
         if script.session_status == 0:
             return
@@ -412,7 +427,7 @@ class Peer(asyncio.Protocol):
     def _session(self, told: tuple[events.Event, ...]) -> None:
         for event in told:
             self.told.append(event)
-            if isinstance(event, events.Greeted) and self.script.welcome is not None:
+            if isinstance(event, events.Greeted) and self.script.welcome and self.script.session_status == 200:
                 self.session.welcome(self.script.welcome)
                 self._plan()
 
@@ -436,7 +451,11 @@ class Peer(asyncio.Protocol):
                 if room <= 0:
                     break
                 part = bytes(stream.waiting[:room])
-                self._h2.send_data(stream.http_id, part)
+                try:
+                    self._h2.send_data(stream.http_id, part)
+                except h2.exceptions.StreamClosedError:  # nobody was told of its end yet
+                    stream.waiting.clear()
+                    break
                 del stream.waiting[:room]
                 stream.sent += len(part)
 
@@ -470,10 +489,10 @@ class RouterRig:
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
-    async def start(self, *, port: int = 0, context: ssl.SSLContext | None = None) -> None:
+    async def start(self, *, host: str = "127.0.0.1", port: int = 0, context: ssl.SSLContext | None = None) -> None:
         """Listen."""
         self._server = await loop().create_server(
-            lambda: Peer(self), "127.0.0.1", port, ssl=context or server_context(), ssl_shutdown_timeout=1
+            lambda: Peer(self), host, port, ssl=context or server_context(), ssl_shutdown_timeout=1
         )
 
     async def stop(self) -> None:
@@ -636,15 +655,29 @@ def settings(port: int, directory: Path, **changes: Any) -> BrokerSettings:
 
 @asynccontextmanager
 async def running(
-    script: Script | None = None, *, lookup: Callable[..., list[Any]] = socket.getaddrinfo, **changes: Any
+    script: Script | None = None,
+    *,
+    lookup: Callable[..., list[Any]] = socket.getaddrinfo,
+    context: ssl.SSLContext | None = None,
+    on_terminal: OnTerminal = OnTerminal.STAY_AWAY,
+    **changes: Any,
 ) -> AsyncIterator[Rig]:
     """Run a broker with a router until the test is over; nothing is left then."""
     router = RouterRig(script)
-    await router.start()
+    faults: list[Any] = []
+    loop().set_exception_handler(lambda _, context: faults.append(context))
+    await router.start(context=context)
     with tempfile.TemporaryDirectory() as name:
         told = settings(router.port, Path(name), **changes)
         directory = FakeDirectory()
-        broker = Broker(told, Credentials(told), directory, random=Random(5), resolver=Resolver(lookup))
+        broker = Broker(
+            told,
+            Credentials(told),
+            directory,
+            random=Random(5),
+            resolver=Resolver(lookup),
+            on_terminal=on_terminal,
+        )
         rig = Rig(router, directory, broker, asyncio.ensure_future(broker.run()))
         try:
             yield rig
@@ -654,6 +687,39 @@ async def running(
             for publisher in rig.publishers:
                 await publisher.stop()
             await router.stop()
+            assert [str(each) for each in faults] == []
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+class Census:
+    """What a broker holds, to be the same after something as before."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        self.before = self.now()
+
+    def now(self) -> tuple[int, ...]:
+        session = self._rig.broker.view.session
+        assert session is not None
+        h2 = session.link.http._h2
+        return (
+            len(asyncio.all_tasks()),
+            descriptors(),
+            session.budget.used_bytes,
+            len(session.relays),
+            session.protocol.stream_count,
+            h2.open_outbound_streams,
+            len(session.link.http._exchanges),
+            len(session.link.http._waiting),
+            len(session.link.outbox._ready),
+        )
+
+    async def is_as_before(self) -> None:
+        """Return when all is as it was; the test's limit ends it otherwise."""
+        await until(lambda: self.now() == self.before)
 
 
 # As in the broker: nobody reads the trace.

@@ -131,6 +131,16 @@ class RouterRig:
         """Return when every feed is read."""
         await until(lambda: all(feed.is_read and feed.next is None for feed in self.bus.feeds))
 
+    async def hear(self, publisher: ZmqPublisher) -> None:
+        """Return when events of a publisher arrive, which heeds a subscription after a moment."""
+        before = len(self.output.found)
+
+        def arrives() -> bool:
+            publisher.publish()
+            return len(self.output.found) > before
+
+        await until(arrives)
+
 
 @asynccontextmanager
 async def routing(

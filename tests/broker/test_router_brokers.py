@@ -105,9 +105,7 @@ async def test_a_newcomer_with_the_same_id_supersedes_and_reads_on() -> None:
         assert first.view.last_end.code == "superseded"
         assert before.end_code == "superseded"
         await rig.read()
-        await publisher.subscribed()
-        publisher.publish()
-        await until(lambda: len(rig.output.found) == 1)
+        await rig.hear(publisher)
         # The one that was superseded stays away for its longest wait: the two do not take turns.
         assert first.counts.reconnect_wait_s >= 30
         old[1].cancel()
@@ -129,9 +127,7 @@ def test_after_what_ends_a_session_the_broker_comes_back_and_reading_goes_on(fau
             await loop().advance(3.0)
             await until(lambda: "a" in rig.bus.by_client)
             await rig.read()
-            await publisher.subscribed()
-            publisher.publish()
-            await until(lambda: len(rig.output.found) == 1)
+            await rig.hear(publisher)
 
     run()
 

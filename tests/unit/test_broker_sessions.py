@@ -232,6 +232,16 @@ def test_a_router_that_does_not_welcome_and_a_broker_that_does_not_greet_are_giv
     assert isinstance(pair.router.tick()[0], events.Failed)
 
 
+def test_the_time_for_the_first_frame_begins_with_the_connection() -> None:
+    pair = Pair()
+    pair.advance_s(9)
+    pair.broker.connected()
+    pair.advance_s(9.999)
+    assert pair.broker.tick() == ()
+    pair.advance_s(0.001)
+    assert pair.broker.tick()
+
+
 def test_a_subscribe_is_asked_with_its_buffer_which_can_only_be_lowered() -> None:
     pair = welcomed()
     sizes = []

@@ -31,6 +31,7 @@ class Session(ABC):
 
     def __init__(self, *, now_ns: Callable[[], int], random: Random, first_frame_within_ns: int) -> None:
         self._now_ns, self._random = now_ns, random
+        self._first_frame_within_ns = first_frame_within_ns
         self._decoder = FrameDecoder()
         self._out = bytearray()
         self._first_due_ns = now_ns() + first_frame_within_ns
@@ -41,6 +42,10 @@ class Session(ABC):
         self._beats = 0
         self.has_ended = False
         self.is_draining = False
+
+    def connected(self) -> None:
+        """The connection is there: from now on the first frame is waited for."""
+        self._first_due_ns = self._now_ns() + self._first_frame_within_ns
 
     @property
     def terms(self) -> Welcome | None:

@@ -83,6 +83,7 @@ class Http2Server:
         self._splitter = FrameSplitter(max_frame_bytes=FRAME_BYTES, preface_bytes=_PREFACE_BYTES)
         self._bodies: dict[int, Body] = {}
         self._raw = b""
+        self._is_broken = False
 
     @property
     def is_leaving(self) -> bool:
@@ -148,6 +149,10 @@ class Http2Server:
         """Say that no further streams are served. Those that are there go on."""
         self._raw += encode_goaway(last_stream_id, error_code)
 
+    def break_off(self) -> None:
+        """The connection is gone: nothing can be sent any more, and nothing is tried."""
+        self._is_broken = True
+
     def lose(self) -> None:
         """The connection is gone: there is no more of any request."""
         bodies, self._bodies = tuple(self._bodies.values()), {}
@@ -167,7 +172,7 @@ class Http2Server:
     def _is_open(self, http_id: int) -> bool:
         """Whether anything can be sent on a stream: one may have been reset before we are told of its request."""
         stream = self._h2.streams.get(http_id)
-        return stream is not None and not stream.closed
+        return stream is not None and not stream.closed and not self._is_broken
 
     def _tell(self, event: h2.events.Event) -> None:
         match event:

@@ -1,0 +1,180 @@
+"""What is counted and logged of refusals, and that labels come from closed sets whatever a router says."""
+
+from __future__ import annotations
+
+import logging
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+
+from kura_shaper.broker.counts import STAGE_BUCKETS_S, Counts, DialOutcome, StreamEnd, Times, count
+from kura_shaper.broker.directory import DirectoryCounts
+from kura_shaper.broker.endings import Reaction, of_code, of_error, of_status
+from kura_shaper.broker.health import BrokerHealth
+from kura_shaper.broker.metrics import BrokerMetrics
+from kura_shaper.broker.protocol.codes import RefusalCode, SessionCode
+from kura_shaper.broker.protocol.limits import SECOND_NS
+from kura_shaper.broker.refusals import RefusalLog
+from kura_shaper.broker.service import View
+from kura_shaper.clock import FakeClock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+PROMISED = """
+refusals_total streams_closed_total streams_opened_total streams_open streams_opening
+stream_open_seconds_bucket bytes_total buffered_bytes buffer_high_water_bytes sessions_total session_up
+session_age_seconds session_ends_total reconnect_delay_seconds reconnects_total errors_total terminal_error
+heartbeats_total router_silence_seconds frames_ignored_total metadata_skipped_total metadata_resources
+metadata_publishers metadata_namespaces_synced metadata_lists_total watch_restarts_total
+metadata_snapshot_age_seconds event_loop_lag_seconds build_info
+"""
+
+
+class FakeBroker:
+    """What metrics and probes read of a broker."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        self.counts, self.view, self.now_ns = Counts(), View(turned_s=0.0), clock.now_ns
+
+
+class FakeDirectory:
+    """What they read of a directory."""
+
+    def __init__(self) -> None:
+        self.counts = DirectoryCounts()
+        self.resources, self.references, self.namespaces_synced, self.age_s = 3, 12, 1, 4.5
+
+
+def exposed(broker: FakeBroker) -> dict[str, float]:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(BrokerMetrics(broker, FakeDirectory()))  # type: ignore[arg-type]
+    lines = generate_latest(registry).decode().splitlines()
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+
+@pytest.mark.case("EB44")
+def test_every_series_is_there_from_the_start_and_no_code_of_a_router_adds_one() -> None:
+    broker, random = FakeBroker(FakeClock()), Random(1)
+    before = exposed(broker)
+    log = RefusalLog(broker.counts.refusals, now_ns=FakeClock().now_ns)
+    known = [*RefusalCode, *SessionCode, *StreamEnd]
+    for _ in range(10_000):
+        code = random.choice([*known, random.randbytes(4).hex(), "\n", 'a"b'])
+        log.note(code)
+        for counter in (broker.counts.stream_ends, broker.counts.session_ends, broker.counts.errors_received):
+            count(counter, code)
+    after = exposed(broker)
+    assert after.keys() == before.keys()
+    prefix = "continuum_event_broker_"
+    assert all(name.startswith(prefix) for name in after)
+    assert sum(value for name, value in after.items() if name.startswith(f"{prefix}refusals_total")) == 10_000
+    assert after[f'{prefix}refusals_total{{code="unknown"}}'] > 0
+
+
+def test_the_names_that_were_promised_are_there() -> None:
+    names = {
+        name.partition("{")[0].removeprefix("continuum_event_broker_") for name in exposed(FakeBroker(FakeClock()))
+    }
+    assert set(PROMISED.split()) <= names
+
+
+def test_times_are_counted_in_every_bucket_that_holds_them() -> None:
+    times = Times()
+    for seconds in (0.0005, 0.1, 7, 100):
+        times.note(seconds)
+    assert times.within == [1, 1, 1, 2, 2, 2, 2, 3, 3]
+    assert (times.count, times.sum_s, len(times.within)) == (4, 107.1005, len(STAGE_BUCKETS_S))
+
+
+@pytest.mark.case("EB43")
+def test_the_first_refusal_of_each_code_in_a_minute_is_logged_with_how_many_were_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock, counter = FakeClock(5 * SECOND_NS), Counts().refusals
+    log = RefusalLog(counter, now_ns=clock.now_ns)
+
+    def note_all(codes: list[str]) -> None:
+        for code in codes:
+            log.note(code)
+
+    def logged(note: Callable[[], None]) -> list[tuple[str, int]]:
+        caplog.clear()
+        note()
+        fields: list[dict[str, Any]] = [record.__dict__["fields"] for record in caplog.records]
+        return [(each["code"], each["suppressed"]) for each in fields]
+
+    with caplog.at_level(logging.WARNING, "kura_shaper.broker"):
+        assert logged(lambda: note_all(["draining"] * 5)) == [("draining", 0)]
+        assert logged(lambda: log.note("connect_failed")) == [("connect_failed", 0)]
+        clock.wait_ns(59 * SECOND_NS)
+        assert logged(lambda: log.note("draining")) == []
+        clock.wait_ns(SECOND_NS)
+        assert logged(lambda: log.note("draining")) == [("draining", 5)]
+        assert logged(lambda: log.note("draining")) == []
+        # Codes of no known kind share one window, or they would be a way to flood.
+        assert logged(lambda: note_all([f"x{number}" for number in range(9)])) == [("unknown", 0)]
+    assert (counter["draining"], counter["connect_failed"], counter["unknown"]) == (8, 1, 9)
+
+
+@pytest.mark.case("EP7")
+def test_dead_is_a_loop_that_stands_still_and_nothing_else() -> None:
+    broker = FakeBroker(FakeClock())
+    health = BrokerHealth(broker, FakeDirectory(), now_s=lambda: 60.0)  # type: ignore[arg-type]
+    assert health.why_dead() == ""
+    assert "listed" in health.why_not_ready()
+    broker.view.is_synced = True
+    assert health.why_not_ready() == ""
+    status = health.status()
+    assert (status["ready"], status["session"], status["metadata"]["age_s"]) == (True, None, 4.5)
+    late = BrokerHealth(broker, FakeDirectory(), now_s=lambda: 61.0)  # type: ignore[arg-type]
+    assert "61 s" in late.why_dead()
+    assert late.why_not_ready() == late.why_dead()
+
+
+@pytest.mark.parametrize(
+    ("code", "reaction", "terminal"),
+    [
+        ("unauthorized", Reaction.LOG_IN_AGAIN, False),
+        ("forbidden", Reaction.LOG_IN_AGAIN, False),
+        ("unsupported_version", Reaction.STAY_AWAY, True),
+        ("invalid_hello", Reaction.STAY_AWAY, True),
+        ("superseded", Reaction.STAY_AWAY, False),
+        ("overloaded", Reaction.BACK_OFF, False),
+        ("internal", Reaction.BACK_OFF, False),
+        ("of a later version", Reaction.BACK_OFF, False),
+    ],
+)
+def test_each_code_of_a_session_has_its_reaction(code: str, reaction: Reaction, terminal: bool) -> None:
+    end = of_code(code)
+    assert (end.reaction, end.is_terminal) == (reaction, terminal)
+    assert end.code in {*SessionCode, "unknown"}
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "code", "dial"),
+    [
+        (401, b"", "unauthorized", DialOutcome.AUTH_FAILED),
+        (403, b"{", "forbidden", DialOutcome.AUTH_FAILED),
+        (409, b"[]", "superseded", DialOutcome.REJECTED),
+        (404, b'{"code":7}', "unsupported_version", DialOutcome.REJECTED),
+        (500, b'{"code":"forbidden"}', "forbidden", DialOutcome.AUTH_FAILED),
+        (503, b'{"code":"galaxy"}', "overloaded", DialOutcome.REJECTED),
+        (302, b"", "unknown", DialOutcome.REJECTED),
+    ],
+)
+def test_each_status_has_its_code_and_a_known_one_of_the_body_counts_more(
+    status: int, body: bytes, code: str, dial: DialOutcome
+) -> None:
+    end = of_status(status, retry_after="", body=body)
+    assert (end.code, end.dial) == (code, dial)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("40", 40), ("", 0), ("-1", 0), ("9" * 7, 0), ("Wed, 21 Oct", 0)])
+def test_a_time_to_come_back_is_seconds_or_nothing(text: str, seconds: int) -> None:
+    assert of_status(503, retry_after=text, body=b"").retry_after_ns == seconds * SECOND_NS
+    assert of_error("overloaded", "", 2_000).retry_after_ns == 2 * SECOND_NS

@@ -1,0 +1,306 @@
+"""What a broker may be told, and that everything wrong with it is said at once by its key, and no secret is."""
+
+from __future__ import annotations
+
+import ipaddress
+import ssl
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+import yaml
+
+from kura_shaper.broker.counts import Counts
+from kura_shaper.broker.credentials import CredentialError, Credentials
+from kura_shaper.broker.entries import SettingsError
+from kura_shaper.broker.program import problems_of
+from kura_shaper.broker.settings import BrokerSettings, BusUrl, load_settings
+from kura_shaper.cli.main import app
+from kura_shaper.log import LogFormat, LogLevel
+from kura_shaper.tenants.document import Endpoint
+
+GOOD: dict[str, Any] = {
+    "bus_url": "https://router.example.net:8443/tunnel",
+    "client_id": "gpu-a-1",
+    "kubernetes_namespace": "gpu",
+    "watch_namespaces": ["gpu", "gpu-canary"],
+    "dynamo_namespaces": ["dynamo"],
+    "token_file": "/var/run/secrets/event-broker/token",
+    "ca_bundle": "/etc/event-broker/ca.pem",
+    "allowed_cidrs": ["10.244.0.0/16"],
+    "max_streams": 256,
+    "max_stream_buffer_bytes": "1MiB",
+    "upstream_connect_timeout": "5s",
+    "reconnect_backoff": {"min": "1s", "max": "60s"},
+    "drain_deadline": "25s",
+    "metrics_listen": "0.0.0.0:9464",
+    "so_mark": "0x1000000",
+    "log_level": "info",
+}
+LEAST = {key: GOOD[key] for key in ("bus_url", "client_id", "kubernetes_namespace", "dynamo_namespaces", "token_file")}
+
+
+def load(tmp_path: Path, told: object, environ: dict[str, str] | None = None) -> BrokerSettings:
+    path = tmp_path / "config.yaml"
+    path.write_text(told if isinstance(told, str) else yaml.safe_dump(told))
+    return load_settings(path, environ or {}, service_account=tmp_path / "none")
+
+
+def problems(tmp_path: Path, told: object) -> tuple[str, ...]:
+    with pytest.raises(SettingsError) as caught:
+        load(tmp_path, told)
+    return caught.value.problems
+
+
+def test_everything_that_can_be_told_is_read(tmp_path: Path) -> None:
+    assert load(tmp_path, GOOD) == BrokerSettings(
+        bus_url=BusUrl("router.example.net", 8443, "/tunnel"),
+        client_id="gpu-a-1",
+        kubernetes_namespace="gpu",
+        watch_namespaces=("gpu", "gpu-canary"),
+        dynamo_namespaces=("dynamo",),
+        token_file=Path("/var/run/secrets/event-broker/token"),
+        ca_bundle=Path("/etc/event-broker/ca.pem"),
+        allowed_cidrs=(ipaddress.ip_network("10.244.0.0/16"),),
+        so_mark=0x1000000,
+    )
+
+
+def test_what_is_not_told_has_its_default(tmp_path: Path) -> None:
+    found = load(tmp_path, LEAST)
+    assert found.watch_namespaces == ("gpu",)
+    assert (found.max_streams, found.max_stream_buffer_bytes) == (256, 1 << 20)
+    assert (found.reconnect_least_ms, found.reconnect_most_ms, found.drain_deadline_ms) == (1_000, 60_000, 25_000)
+    assert (found.metrics_listen, found.so_mark) == (Endpoint("0.0.0.0", 9464), None)
+    assert (found.log_level, found.log_format) == (LogLevel.INFO, LogFormat.JSON)
+
+
+def test_the_namespace_is_that_of_the_pod_when_none_is_told(tmp_path: Path) -> None:
+    told = {key: value for key, value in LEAST.items() if key != "kubernetes_namespace"}
+    assert load(tmp_path, told, {"POD_NAMESPACE": "from-pod"}).watch_namespaces == ("from-pod",)
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "namespace").write_text("from-account\n")
+    assert load(tmp_path, told).kubernetes_namespace == "from-account"
+    (tmp_path / "none" / "namespace").unlink()
+    (line,) = problems(tmp_path, told)
+    assert "kubernetes_namespace" in line
+
+
+BAD: list[tuple[str, Any]] = [
+    ("bus_url", "http://router.example.net"),
+    ("bus_url", "router.example.net"),
+    ("bus_url", "https://"),
+    ("bus_url", "https://router.example.net:0"),
+    ("bus_url", "https://router.example.net:99999"),
+    ("bus_url", "https://router.example.net/a b"),
+    ("bus_url", "https://router.example.net/../x"),
+    ("bus_url", "https://router.example.net/a//b"),
+    ("client_id", "-a"),
+    ("client_id", "a" * 64),
+    ("client_id", "a b"),
+    ("kubernetes_namespace", "Gpu"),
+    ("watch_namespaces", []),
+    ("watch_namespaces", ["gpu", "gpu"]),
+    ("watch_namespaces", [f"n{number}" for number in range(65)]),
+    ("watch_namespaces", "gpu"),
+    ("dynamo_namespaces", []),
+    ("dynamo_namespaces", ["a" * 254]),
+    ("allowed_cidrs", ["10.244.0.1/16"]),
+    ("allowed_cidrs", ["10.244.0.0/33"]),
+    ("allowed_cidrs", ["pods"]),
+    ("max_streams", 0),
+    ("max_streams", 4_097),
+    ("max_streams", "many"),
+    ("max_stream_buffer_bytes", "15KiB"),
+    ("max_stream_buffer_bytes", "2MiB"),
+    ("max_stream_buffer_bytes", "1MB"),
+    ("upstream_connect_timeout", "99ms"),
+    ("upstream_connect_timeout", "11s"),
+    ("upstream_connect_timeout", 5),
+    ("reconnect_backoff", {"min": "2m", "max": "1m"}),
+    ("reconnect_backoff", {"min": "1ms"}),
+    ("reconnect_backoff", {"least": "1s"}),
+    ("reconnect_backoff", "1s"),
+    ("drain_deadline", "11m"),
+    ("metrics_listen", "9464"),
+    ("so_mark", 0),
+    ("so_mark", 1 << 32),
+    ("log_level", "loud"),
+    ("log_format", "xml"),
+    ("token_env", "not a name"),
+    ("tls_server_name", "10.0.0.1"),
+    ("max_strems", 5),
+]
+
+
+@pytest.mark.case("EB42")
+@pytest.mark.parametrize(("key", "value"), BAD)
+def test_a_bad_value_is_told_by_its_key_alone(tmp_path: Path, key: str, value: Any) -> None:
+    told = GOOD | {key: value}
+    if key == "token_env":
+        del told["token_file"]
+    (line,) = problems(tmp_path, told)
+    assert key in line
+    assert "\n" not in line
+
+
+@pytest.mark.case("EB42")
+def test_everything_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+    found = problems(tmp_path, {"bus_url": "http://x", "max_streams": 0, "colour": "red", "token_env": "T"})
+    assert len(found) == 6
+    for key in ("bus_url", "max_streams", "colour", "client_id", "dynamo_namespaces", "kubernetes_namespace"):
+        assert any(key in line for line in found) or key == "kubernetes_namespace"
+
+
+@pytest.mark.parametrize("told", ["", "[]", "a: [", "bus_url: a\nbus_url: b\n", "- x"])
+def test_a_file_that_is_no_mapping_is_told(tmp_path: Path, told: str) -> None:
+    assert len(problems(tmp_path, told)) == 1
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError):
+        load_settings(tmp_path / "none.yaml", {})
+
+
+@pytest.mark.case("EB42")
+def test_exactly_one_place_of_the_token_is_needed(tmp_path: Path) -> None:
+    without = {key: value for key, value in LEAST.items() if key != "token_file"}
+    for told in (without, LEAST | {"token_env": "T"}):
+        (line,) = problems(tmp_path, told)
+        assert "token_file" in line
+
+
+@pytest.mark.case("EB8")
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("bus_url", "https://user:hunter2@router.example.net"),
+        ("bus_url", "http://user:hunter2@router.example.net"),
+        ("bus_url", "https://router.example.net/?token=hunter2"),
+        ("bus_url", "https://router.example.net/#hunter2"),
+        ("bus_url", "https://[hunter2"),
+        ("token_env", "Bearer hunter2"),
+    ],
+)
+def test_what_may_be_a_secret_is_not_repeated(tmp_path: Path, key: str, value: str) -> None:
+    told = GOOD | {key: value}
+    if key == "token_env":
+        del told["token_file"]
+    assert "hunter2" not in "".join(problems(tmp_path, told))
+
+
+# Token and CA bundle.
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> BrokerSettings:
+    (tmp_path / "token").write_text(" secret\n")
+    (tmp_path / "ca.pem").write_bytes(trustme.CA().cert_pem.bytes())
+    told = GOOD | {"token_file": str(tmp_path / "token"), "ca_bundle": str(tmp_path / "ca.pem")}
+    return load(tmp_path, told)
+
+
+@pytest.mark.case("EB42")
+def test_good_files_have_no_problems(files: BrokerSettings) -> None:
+    assert problems_of(Credentials(files)) == ()
+    assert Credentials(files).read_token() == "secret"
+    context = Credentials(files).read_context()
+    assert context.minimum_version is ssl.TLSVersion.TLSv1_2
+    assert context.check_hostname
+
+
+@pytest.mark.case("EB42")
+@pytest.mark.parametrize("content", [b"", b" \n", b"a b", b"a\r\nX-Evil: 1", b"a\0", "ä".encode(), b"x" * 20_000])
+def test_a_token_that_is_no_header_is_told_and_not_shown(files: BrokerSettings, content: bytes) -> None:
+    assert files.token_file
+    files.token_file.write_bytes(content)
+    (line,) = problems_of(Credentials(files))
+    assert line.startswith("token_file")
+    assert "Evil" not in line
+
+
+@pytest.mark.case("EB42")
+@pytest.mark.parametrize(
+    "content", [b"", b"garbage", b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"]
+)
+def test_a_bundle_without_a_certificate_is_told(files: BrokerSettings, content: bytes) -> None:
+    assert files.ca_bundle
+    files.ca_bundle.write_bytes(content)
+    (line,) = problems_of(Credentials(files))
+    assert line.startswith("ca_bundle")
+
+
+@pytest.mark.case("EB42")
+def test_files_that_are_not_there_are_both_told(files: BrokerSettings) -> None:
+    assert files.token_file
+    assert files.ca_bundle
+    files.token_file.unlink()
+    files.ca_bundle.unlink()
+    assert [line.partition(":")[0] for line in problems_of(Credentials(files))] == ["token_file", "ca_bundle"]
+
+
+def test_a_token_of_the_environment_is_read_at_each_dial(tmp_path: Path) -> None:
+    told = {key: value for key, value in LEAST.items() if key != "token_file"} | {"token_env": "BUS_TOKEN"}
+    environ = {"BUS_TOKEN": "one"}
+    credentials = Credentials(load(tmp_path, told), environ)
+    assert credentials.read_token() == "one"
+    environ["BUS_TOKEN"] = "two"
+    assert credentials.has_other_token("one")
+    del environ["BUS_TOKEN"]
+    assert problems_of(credentials) == ("token_env: is empty or not set; put the router's token there",)
+
+
+@pytest.mark.case("EP5")
+def test_a_file_that_goes_bad_keeps_the_last_that_was_good(files: BrokerSettings) -> None:
+    assert files.ca_bundle
+    assert files.token_file
+    counts, credentials = Counts(), Credentials(files)
+    first = credentials.current(counts)
+    assert credentials.current(counts) == first
+    files.ca_bundle.write_bytes(b"garbage")
+    assert credentials.current(counts) == first
+    files.token_file.unlink()
+    assert credentials.current(counts) == first
+    assert counts.credential_reloads == {"ok": 2, "failed": 2}
+    files.token_file.write_text("other")
+    files.ca_bundle.write_bytes(trustme.CA().cert_pem.bytes())
+    token, context = credentials.current(counts)
+    assert token == "other"
+    assert context is not first[1]
+
+
+def test_without_any_good_file_there_is_no_dial(files: BrokerSettings) -> None:
+    assert files.token_file
+    files.token_file.unlink()
+    with pytest.raises(CredentialError):
+        Credentials(files).current(Counts())
+
+
+# The command.
+
+
+def checked(tmp_path: Path, told: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(told))
+    status = app(["event-broker", "--config", str(path), "--check-config"], standalone_mode=False)
+    said = capsys.readouterr()
+    return status or 0, said.out, said.err
+
+
+@pytest.mark.case("EB42")
+def test_a_check_says_fine_or_each_problem_in_a_line_and_never_the_token(
+    tmp_path: Path, files: BrokerSettings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = GOOD | {"token_file": str(files.token_file), "ca_bundle": str(files.ca_bundle)}
+    status, out, err = checked(tmp_path, told, capsys)
+    assert (status, err) == (0, "")
+    assert out.endswith("config.yaml: fine\n")
+    assert files.ca_bundle
+    files.ca_bundle.write_text("garbage")
+    status, out, err = checked(tmp_path, told, capsys)
+    assert (status, out) == (2, "")
+    assert err.startswith("ca_bundle: ")
+    status, out, err = checked(tmp_path, told | {"bus_url": "http://x", "nope": 1}, capsys)
+    assert (status, out, err.count("\n")) == (2, "", 2)
+    assert "secret" not in out + err
