@@ -16,6 +16,7 @@ import h2.events
 import h2.exceptions
 import h2.settings
 
+from kura_shaper.broker.data_frames import DataFrames
 from kura_shaper.broker.http2 import ConnectionFailedError
 from kura_shaper.broker.protocol.errors import ProtocolViolationError
 from kura_shaper.broker.protocol.goaway import LAST_STREAM_MAX, NO_ERROR, FrameSplitter, encode_goaway
@@ -80,6 +81,7 @@ class Http2Server:
         window_bytes = min((max_streams + 1) * stream_window_bytes, _WINDOW_BYTES_MAX)
         if window_bytes > _INITIAL_WINDOW_BYTES:
             self._h2.increment_flow_control_window(window_bytes - _INITIAL_WINDOW_BYTES)
+        self._frames = DataFrames(self._h2)
         self._splitter = FrameSplitter(max_frame_bytes=FRAME_BYTES, preface_bytes=_PREFACE_BYTES)
         self._bodies: dict[int, Body] = {}
         self._raw = b""
@@ -108,7 +110,7 @@ class Http2Server:
     def data_to_send(self) -> bytes:
         """Return what is to be sent, once."""
         raw, self._raw = self._raw, b""
-        return self._h2.data_to_send() + raw
+        return self._frames.take() + raw
 
     def respond(self, http_id: int, status: int, headers: Sequence[Header] = (), *, body: bytes | None = None) -> None:
         """Send the head of an answer, and with a body all of it."""
@@ -123,11 +125,11 @@ class Http2Server:
 
     def stream_room_bytes(self, http_id: int) -> int:
         """Return how much the client's windows of a stream and of the connection let through."""
-        return self._h2.local_flow_control_window(http_id)
+        return self._frames.room_bytes(http_id)
 
     def send(self, http_id: int, data: bytes) -> None:
         """Send a part of an answer, which has to fit a frame and the windows."""
-        self._h2.send_data(http_id, data)
+        self._frames.put(http_id, data)
 
     def finish(self, http_id: int) -> None:
         """End an answer, if its request is still there."""
