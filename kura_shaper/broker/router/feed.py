@@ -21,6 +21,7 @@ from kura_shaper.broker.router.zmtp import Message, Subscribed, ZmtpError, ZmtpF
 if TYPE_CHECKING:
     from random import Random
 
+    from kura_shaper.broker.protocol.buffer import Budget
     from kura_shaper.broker.router.output import EventOutput
     from kura_shaper.broker.router.session import ClientSession
     from kura_shaper.broker.router.settings import Subscription
@@ -30,7 +31,7 @@ _HANDSHAKE_WITHIN_S, _PING_EVERY_S, _SILENT_FOR_S = 30.0, 30.0, 90.0
 _RETRY_LEAST_S, _RETRY_MOST_S, _LIVED_S = 0.25, 30.0, 10.0
 # How long two streams bring the same, and how long after that the first one's events may still be repeated.
 _OVERLAP_S, _REPEATS_FOR_S = 1.0, 10.0
-_HELD_MAX, _HELD_BYTES_MAX = 10_000, 4 * MIB
+_HELD_BYTES_MAX, _EVENT_OVERHEAD_BYTES = 4 * MIB, 512
 
 
 class FeedOwner(Protocol):
@@ -40,6 +41,7 @@ class FeedOwner(Protocol):
     output: EventOutput
     random: Random
     max_message_bytes: int
+    kept: Budget
 
     def choose(self, dynamo_namespace: str, *, other_than: ClientSession | None = None) -> ClientSession | None:
         """Return the session that a stream is best asked of, None when there is none."""
@@ -83,7 +85,7 @@ class Feed:
         self._cancel_retry()
         session = self._owner.choose(self.wanted.dynamo_namespace)
         if session is not None:
-            self.current = FeedStream(self, session, max_message_bytes=self._owner.max_message_bytes)
+            self.current = FeedStream(self, session, self._owner)
 
     def move(self) -> None:
         """Have it read over another session than now, if there is one; it goes on as it is until then."""
@@ -93,7 +95,7 @@ class Feed:
         session = self._owner.choose(self.wanted.dynamo_namespace, other_than=self.current.session)
         if session is not None and session is not self.current.session:
             self.current.session.moving += 1
-            self.next = FeedStream(self, session, max_message_bytes=self._owner.max_message_bytes)
+            self.next = FeedStream(self, session, self._owner)
 
     def close(self) -> None:
         """End it."""
@@ -123,10 +125,7 @@ class Feed:
         if stream is self.current:
             self._take(event)
         elif stream is self.next:
-            self._held.append(event)
-            self._held_bytes += len(event.payload)
-            if len(self._held) >= _HELD_MAX or self._held_bytes > _HELD_BYTES_MAX:
-                self._change_over(stream)
+            self._hold(event, stream)
 
     def on_fault(self, stream: FeedStream, fault: ZmtpFault) -> None:
         """A stream's publisher can't be read."""
@@ -189,8 +188,19 @@ class Feed:
         if not self._owner.output.put(event, endpoint=self.wanted.endpoint, missed=missed):
             counts.dropped[Dropped.OUTPUT_FULL] += 1
 
+    def _hold(self, event: Event, stream: FeedStream) -> None:
+        """Keep an event of the next stream for later; when no more may be kept, the time has come."""
+        size = len(event.payload) + _EVENT_OVERHEAD_BYTES
+        if self._held_bytes + size > _HELD_BYTES_MAX or not self._owner.kept.take(size):
+            self._change_over(stream)
+            self._take(event)
+            return
+        self._held.append(event)
+        self._held_bytes += size
+
     def _drop_held(self) -> None:
         self._held.clear()
+        self._owner.kept.give_back(self._held_bytes)
         self._held_bytes = 0
 
     def _cancel_retry(self) -> None:
@@ -205,12 +215,14 @@ _LABELS = {each: each.value.replace(" ", "_") for each in Arrival}
 class FeedStream:
     """One tunnel of a feed, read as ZMTP."""
 
-    def __init__(self, feed: Feed, session: ClientSession, *, max_message_bytes: int) -> None:
+    def __init__(self, feed: Feed, session: ClientSession, owner: FeedOwner) -> None:
         self._feed, self.session = feed, session
+        self._kept, self._kept_bytes = owner.kept, 0
         self._loop = asyncio.get_running_loop()
         self._began_s = self._heard_s = self._loop.time()
-        self._zmtp = ZmtpSubscriber(feed.topics, max_message_bytes=max_message_bytes)
+        self._zmtp = ZmtpSubscriber(feed.topics, max_message_bytes=owner.max_message_bytes)
         self._timer: asyncio.TimerHandle | None = None
+        self._is_over = False
         self.tunnel = session.subscribe(feed.target, self)
 
     @property
@@ -220,7 +232,7 @@ class FeedStream:
 
     def close(self) -> None:
         """End it; the feed is not told."""
-        self._cancel_timer()
+        self._let_go()
         self.tunnel.close()
 
     def on_open(self) -> None:
@@ -239,20 +251,39 @@ class FeedStream:
             self._fail(error.fault)
             return
         for each in found:
+            if self._is_over:
+                return
             if isinstance(each, Message):
                 self._feed.on_message(self, each.parts)
             elif isinstance(each, Subscribed):
                 self._feed.on_subscribed(self)
                 self._plan_ping()
         self._say()
+        self._note_kept()
 
     def on_sent(self) -> None:
         """See Consumer."""
 
     def on_over(self, end: TunnelEnd) -> None:
         """See Consumer."""
-        self._cancel_timer()
+        self._let_go()
         self._feed.on_over(self, end, lived_s=self._loop.time() - self._began_s)
+
+    def _note_kept(self) -> None:
+        """Count what waits for the rest of a message, which all publishers together may only have so much of."""
+        if self._is_over:
+            return
+        more_bytes = self._zmtp.kept_bytes - self._kept_bytes
+        if not self._kept.take(more_bytes):
+            self._fail(ZmtpFault.FLOOD)
+            return
+        self._kept_bytes += more_bytes
+
+    def _let_go(self) -> None:
+        self._is_over = True
+        self._cancel_timer()
+        self._kept.give_back(self._kept_bytes)
+        self._kept_bytes = 0
 
     def _say(self) -> None:
         data = self._zmtp.data_to_send()

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from enum import Enum
 
-PUBLISHERS_MAX = 4096
+PUBLISHERS_MAX = 256
 
 
 class Arrival(Enum):

@@ -11,10 +11,13 @@ import asyncio
 import logging
 import socket
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from kura_shaper.broker.protocol.buffer import Budget
 from kura_shaper.broker.protocol.codes import DrainReason, Role, SessionCode
 from kura_shaper.broker.protocol.frames import Welcome, WelcomeLimits
+from kura_shaper.broker.protocol.limits import MIB
 from kura_shaper.broker.router.connection import BusConnection
 from kura_shaper.broker.router.counts import RouterCounts
 from kura_shaper.broker.router.faults import plan_faults
@@ -38,6 +41,8 @@ _RETRY_AFTER_MS = 5_000
 # Beside a connection for each session: those that are only just coming, or going.
 _SPARE_CONNECTIONS = 32
 _BACKLOG = 128
+# What the parts of messages and the events that are held back may take, of all publishers together.
+_KEPT_BYTES_MAX = 256 * MIB
 _ACCEPT_PAUSE_S = 0.2
 _log = logging.getLogger("kura_shaper.broker.router")
 
@@ -51,6 +56,7 @@ class EventBus:
         self.settings, self._credentials = settings, credentials
         self.output, self.random = output, random
         self.max_message_bytes = settings.max_message_bytes
+        self.kept = Budget(_KEPT_BYTES_MAX)
         self.counts = RouterCounts()
         self._loop = asyncio.get_running_loop()
         self.by_client: dict[str, ClientSession] = {}
@@ -182,7 +188,9 @@ class EventBus:
         for feed in self.feeds:
             busy = feed.session
             idle = self.choose(feed.wanted.dynamo_namespace, other_than=busy)
-            if busy is not None and idle is not None and busy.load - idle.load > 1:
+            if busy is None or idle is None:
+                continue
+            if busy.protocol.is_draining or busy.load - idle.load > 1:
                 feed.move()
 
     # Life.
@@ -273,12 +281,11 @@ class EventBus:
         for feed in self.feeds:
             feed.close()
         log_event(_log, "draining", sessions=len(self._by_id))
+        self._emptied.clear()
         if self._by_id:
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(self.settings.drain_deadline_ms / 1000):
                     await self._emptied.wait()
-            except TimeoutError:
-                pass
 
     def _close(self) -> None:
         if self._listener is not None:
