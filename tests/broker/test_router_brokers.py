@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from bus_rig import NAMESPACE, in_a_loop, loop, until
-from router_rig import RouterRig, ZmqPublisher, routing
+from router_rig import ANY_PORT, RouterRig, ZmqPublisher, routing
 
 from kura_shaper.broker.protocol.codes import DrainReason
 from kura_shaper.broker.protocol.limits import KIB
@@ -52,8 +52,10 @@ async def test_two_brokers_share_the_publishers_and_one_takes_all_over_when_the_
         async with Publishing(*publishers):
             await until(lambda: len(rig.output.found) >= 100)
             await rig.kill_broker("a")
-            await rig.read()
+            await until(lambda: "a" not in rig.bus.by_client)
+            # In the same turn, and not at some next try.
             assert spread(rig) == {"b": 6}
+            await rig.read()
             before = len(rig.output.found)
             await until(lambda: len(rig.output.found) >= before + 100)
         # Three publishers lost their stream; what they said meanwhile is missing, and counted to the number.
@@ -210,6 +212,26 @@ async def test_a_router_that_stops_asks_its_clients_to_leave_and_ends() -> None:
         assert broker.view.last_end is None or broker.view.last_end.code == "drain"
         await until(lambda: broker.view.last_end is not None)
         assert broker.counts.stream_ends["unsubscribed"] == 1
+
+
+@in_a_loop
+async def test_a_router_that_stops_waits_for_local_readers_until_its_deadline() -> None:
+    publisher = ZmqPublisher()
+    exposed = Subscription(publisher.endpoint, NAMESPACE, expose=ANY_PORT)
+    async with routing(publisher, subscriptions=(exposed,), drain_deadline_ms=5_000) as rig:
+        # That there was nobody once does not count when it leaves.
+        await rig.start_broker("a")
+        await rig.kill_broker("a")
+        await until(lambda: not rig.bus.by_client)
+        await rig.start_broker("b")
+        reader, writer = await asyncio.open_connection("127.0.0.1", rig.bus.ports[0].port)
+        assert await reader.readexactly(10)
+        rig.bus.stop()
+        await loop().advance(4.5)
+        assert not rig.running.done()
+        await loop().advance(1.0)
+        await rig.running
+        writer.close()
 
 
 @in_a_loop
