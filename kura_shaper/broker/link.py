@@ -144,11 +144,8 @@ class BusLink(asyncio.Protocol, Generic[HttpT]):
             if not framed_bytes:
                 break
         else:
-            self._keep_control()
+            # The transport is full: what HTTP/2 itself has to say waits here.
+            self._control += self.http.data_to_send()
         self._budget.outside_bytes = self._transport.get_write_buffer_size()
-
-    def _keep_control(self) -> None:
-        """Keep what HTTP/2 has to say while nothing can be sent, up to a bound."""
-        self._control += self.http.data_to_send()
         if len(self._control) + self.outbox.session_bytes > CONTROL_BYTES_MAX:
-            self.fail(ConnectionFailedError("the peer reads nothing and keeps asking"))
+            self.fail(ConnectionFailedError("the peer takes nothing and keeps asking"))

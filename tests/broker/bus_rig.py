@@ -1,8 +1,8 @@
-"""A broker with a real TLS and HTTP/2 router, real TCP publishers, and time that a test can move.
+"""A broker with a real TLS and HTTP/2 router, real TCP publishers, and time that a test moves.
 
 The router is in the test's own process and event loop. It speaks by the router's end of the protocol, does what
-a test tells it, and keeps all that it heard. `SteppedLoop` is an event loop whose clock runs as always
-and jumps when it is told to, so a deadline of ten seconds is over at once and sockets stay real.
+a test tells it, and keeps all that it heard. `SteppedLoop` is an event loop whose clock stands still and
+jumps when it is told to, so a deadline of ten seconds is over at once and sockets stay real.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import socket
 import ssl
 import tempfile
 import threading
+import time
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 
-LIMIT_S = 30
+LIMIT_S = 90
 TOKEN = "tok-5f0a3c-secret"
 NAMESPACE = "dynamo"
 # The most that a test router may be ahead, and what a broker may send it, unless a test says otherwise.
@@ -59,21 +60,30 @@ WIDE = 16 << 20
 
 
 class SteppedLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time a test can move forward."""
+    """An event loop whose time stands still but for what a test moves it, however slow the machine is."""
 
     ahead_s = 0.0
 
+    def __init__(self) -> None:
+        self._began_s = time.monotonic()
+        super().__init__()
+
     def time(self) -> float:
         """See asyncio."""
-        return super().time() + self.ahead_s
+        return self._began_s + self.ahead_s
 
     async def advance(self, seconds: float, *, step_s: float = 0.25) -> None:
-        """Move on in steps, with everything that is due done in between."""
+        """Move on in steps, with everything that is due done before, in between and after."""
+        await self._settle()
         while seconds > 0:
             self.ahead_s += min(step_s, seconds)
             seconds -= step_s
-            for _ in range(6):
-                await asyncio.sleep(0)
+            await self._settle()
+
+    async def _settle(self) -> None:
+        for _ in range(6):
+            await asyncio.sleep(0)
+        await pause()
 
 
 def loop() -> SteppedLoop:
@@ -109,10 +119,16 @@ def in_a_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]
     return run
 
 
+async def pause() -> None:
+    """Let everything else go on, and a little real time pass, for what is on its way through the kernel."""
+    await asyncio.sleep(0)
+    time.sleep(0.0003)
+
+
 async def until(what: Callable[[], bool]) -> None:
     """Return when something holds."""
     while not what():
-        await asyncio.sleep(0.002)
+        await pause()
 
 
 @functools.cache
@@ -172,6 +188,7 @@ class Script:
     max_frame_size: int = 65_536
     max_concurrent: int = 10_000
     beats: bool = True
+    session_window: int = WIDE
 
 
 class Peer(asyncio.Protocol):
@@ -192,6 +209,7 @@ class Peer(asyncio.Protocol):
         self.session_http_id = 0
         self.raw = bytearray()
         self.lost = False
+        self.session_ended = False
         self._session_out = bytearray()
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -239,6 +257,12 @@ class Peer(asyncio.Protocol):
         """End a stream in silence."""
         self.session.unsubscribe(stream_id)
         self.flush()
+
+    def unsubscribe_and_send(self, stream_id: str, data: bytes) -> None:
+        """End a stream in silence, and send on it what comes with the same bytes."""
+        self.session.unsubscribe(stream_id)
+        self._h2.send_data(self.session_http_id, self.session.data_to_send())
+        self.send(stream_id, data)
 
     def say_object(self, value: dict[str, Any]) -> None:
         """Say anything on the session's stream."""
@@ -369,7 +393,8 @@ class Peer(asyncio.Protocol):
             case h2.events.RequestReceived():
                 self._request(event)
             case h2.events.DataReceived(stream_id=http_id) if http_id == self.session_http_id:
-                self._h2.acknowledge_received_data(event.flow_controlled_length or 0, http_id)
+                if self.script.session_window:
+                    self._h2.acknowledge_received_data(event.flow_controlled_length or 0, http_id)
                 self._session(self.session.receive(event.data or b""))
             case h2.events.DataReceived(stream_id=http_id) if http_id in self.by_http:
                 stream = self.by_http[http_id]
@@ -378,6 +403,8 @@ class Peer(asyncio.Protocol):
                     self._h2.acknowledge_received_data(event.flow_controlled_length or 0, http_id)
                 else:
                     stream.owed += event.flow_controlled_length or 0
+            case h2.events.StreamEnded(stream_id=http_id) if http_id == self.session_http_id:
+                self.session_ended = True
             case h2.events.StreamEnded(stream_id=http_id) if http_id in self.by_http:
                 self.by_http[http_id].ended = True
                 with suppress(h2.exceptions.ProtocolError):
@@ -415,7 +442,8 @@ class Peer(asyncio.Protocol):
 
     def _begin_session(self, http_id: int, headers: dict[str, str]) -> None:
         self.session_http_id, self.session_headers = http_id, headers
-        self._h2.increment_flow_control_window(WIDE, http_id)
+        if self.script.session_window:
+            self._h2.increment_flow_control_window(self.script.session_window, http_id)
         script = self.script
         if script.session_status == 0:
             return
@@ -623,6 +651,18 @@ class Rig:
         self.publishers.append(made)
         self.directory.advertise(made.endpoint)
         return made
+
+    async def established(self) -> Peer:
+        """Return the connection whose session is under way at both ends."""
+        peer = await self.router.peer()
+        await until(lambda: self.broker.view.session is not None and self.broker.view.session.is_established)
+        return peer
+
+    async def again(self, number: int = 2) -> Peer:
+        """Return the next connection: the wait before it is skipped once it has begun."""
+        await until(lambda: sum(self.broker.counts.reconnects.values()) >= number - 1)
+        await loop().advance(self.broker.counts.reconnect_wait_s + 0.01)
+        return await self.router.peer(number)
 
     async def stream(self) -> tuple[Peer, Publisher, Connection, str]:
         """Return a stream that is open, with both of its ends."""

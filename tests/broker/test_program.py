@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
-from bus_rig import TOKEN, Publisher, RouterRig, Script, authority, in_a_loop, until
+from bus_rig import TOKEN, Publisher, RouterRig, Script, authority, in_a_loop, pause, until
 
 from kura_shaper.broker.protocol.frames import Draining
 from kura_shaper.tenants.kubernetes.fake import FakeApi, refusal
@@ -65,7 +65,7 @@ class Program:
                     return
             except OSError:  # not there yet
                 assert self.process.returncode is None, self.log
-            await asyncio.sleep(0.02)
+            await pause()
 
     async def ended(self) -> int:
         """Return the status that it ends with."""
@@ -226,5 +226,5 @@ async def test_a_broker_goes_on_after_a_refusal_that_only_other_settings_mend(tm
     async with program(tmp_path, script=Script(session_status=404)) as run:
         await run.has("/readyz", 200)
         while 'terminal_error{code="unsupported_version"} 1.0' not in (await run.get("/metrics"))[1]:
-            await asyncio.sleep(0.02)
+            await pause()
         assert run.process.returncode is None

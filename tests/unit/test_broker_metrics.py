@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -20,10 +20,6 @@ from kura_shaper.broker.protocol.limits import SECOND_NS
 from kura_shaper.broker.refusals import RefusalLog
 from kura_shaper.broker.service import View
 from kura_shaper.clock import FakeClock
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 PROMISED = """
 refusals_total streams_closed_total streams_opened_total streams_open streams_opening
@@ -91,33 +87,40 @@ def test_times_are_counted_in_every_bucket_that_holds_them() -> None:
     assert (times.count, times.sum_s, len(times.within)) == (4, 107.1005, len(STAGE_BUCKETS_S))
 
 
+class Kept(logging.Handler):
+    """Keeps what is logged, whatever another test has configured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fields: list[dict[str, Any]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.fields.append(record.__dict__["fields"])
+
+
 @pytest.mark.case("EB43")
 def test_the_first_refusal_of_each_code_in_a_minute_is_logged_with_how_many_were_not(
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock, counter = FakeClock(5 * SECOND_NS), Counts().refusals
+    clock, counter, kept = FakeClock(5 * SECOND_NS), Counts().refusals, Kept()
+    monkeypatch.setattr(logging.getLogger("kura_shaper.broker"), "handlers", [kept])
     log = RefusalLog(counter, now_ns=clock.now_ns)
 
-    def note_all(codes: list[str]) -> None:
+    def logged(*codes: str) -> list[tuple[str, int]]:
+        kept.fields.clear()
         for code in codes:
             log.note(code)
+        return [(each["code"], each["suppressed"]) for each in kept.fields]
 
-    def logged(note: Callable[[], None]) -> list[tuple[str, int]]:
-        caplog.clear()
-        note()
-        fields: list[dict[str, Any]] = [record.__dict__["fields"] for record in caplog.records]
-        return [(each["code"], each["suppressed"]) for each in fields]
-
-    with caplog.at_level(logging.WARNING, "kura_shaper.broker"):
-        assert logged(lambda: note_all(["draining"] * 5)) == [("draining", 0)]
-        assert logged(lambda: log.note("connect_failed")) == [("connect_failed", 0)]
-        clock.wait_ns(59 * SECOND_NS)
-        assert logged(lambda: log.note("draining")) == []
-        clock.wait_ns(SECOND_NS)
-        assert logged(lambda: log.note("draining")) == [("draining", 5)]
-        assert logged(lambda: log.note("draining")) == []
-        # Codes of no known kind share one window, or they would be a way to flood.
-        assert logged(lambda: note_all([f"x{number}" for number in range(9)])) == [("unknown", 0)]
+    assert logged(*["draining"] * 5) == [("draining", 0)]
+    assert logged("connect_failed") == [("connect_failed", 0)]
+    clock.wait_ns(59 * SECOND_NS)
+    assert logged("draining") == []
+    clock.wait_ns(SECOND_NS)
+    assert logged("draining") == [("draining", 5)]
+    assert logged("draining") == []
+    # Codes of no known kind share one window, or they would be a way to flood.
+    assert logged(*(f"x{number}" for number in range(9))) == [("unknown", 0)]
     assert (counter["draining"], counter["connect_failed"], counter["unknown"]) == (8, 1, 9)
 
 
