@@ -49,7 +49,7 @@ class Credentials:
         """Return the token as it is now. Raises CredentialError."""
         settings = self._settings
         if settings.token_file is not None:
-            return _token("token_file", _read("token_file", settings.token_file, TOKEN_BYTES_MAX))
+            return _token("token_file", read_file("token_file", settings.token_file, TOKEN_BYTES_MAX))
         found = self._environ.get(settings.token_env, "")
         return _token("token_env", found.encode(errors="surrogateescape"))
 
@@ -58,7 +58,7 @@ class Credentials:
         path = self._settings.ca_bundle
         if path is None:
             return self._context or _context(None)
-        content = _read("ca_bundle", path, _CA_BYTES_MAX)
+        content = read_file("ca_bundle", path, _CA_BYTES_MAX)
         if self._context is None or content != self._ca:
             self._context, self._ca = _context(content), content
         return self._context
@@ -99,7 +99,8 @@ def _tell(error: CredentialError) -> bool:
     return True
 
 
-def _read(key: str, path: Path, bytes_max: int) -> bytes:
+def read_file(key: str, path: Path, bytes_max: int) -> bytes:
+    """Return what a file holds that a setting names. Raises CredentialError, also for more than so many bytes."""
     try:
         with path.open("rb") as stream:
             content = stream.read(bytes_max + 1)

@@ -20,6 +20,7 @@ import h2.exceptions
 import h2.settings
 import hyperframe.frame
 
+from kura_shaper.broker.data_frames import DataFrames
 from kura_shaper.broker.protocol.errors import ProtocolViolationError
 from kura_shaper.broker.protocol.goaway import NO_ERROR, FrameSplitter, GoAway
 from kura_shaper.broker.protocol.limits import KIB, STREAM_WINDOW_BYTES
@@ -95,6 +96,7 @@ class Http2Client:
         self._h2.initiate_connection()
         # All streams may be ahead of their publishers by a whole window and the session still hears its router.
         self._h2.increment_flow_control_window((max_streams + 1) * STREAM_WINDOW_BYTES - _INITIAL_WINDOW_BYTES)
+        self._frames = DataFrames(self._h2)
         self._splitter = FrameSplitter(max_frame_bytes=_FRAME_BYTES)
         self._exchanges: dict[int, Exchange] = {}
         self._waiting: OrderedDict[Exchange, list[Header]] = OrderedDict()
@@ -119,7 +121,7 @@ class Http2Client:
 
     def data_to_send(self) -> bytes:
         """Return what is to be sent, once."""
-        return self._h2.data_to_send()
+        return self._frames.take()
 
     def request(self, exchange: Exchange, path: str, headers: Sequence[Header]) -> None:
         """Send a request's headers when there is a place for it, in the order of asking."""
@@ -137,7 +139,7 @@ class Http2Client:
 
     def send(self, http_id: int, data: bytes) -> None:
         """Send a part of a body, which has to fit a frame and the windows."""
-        self._h2.send_data(http_id, data)
+        self._frames.put(http_id, data)
 
     def finish(self, http_id: int) -> None:
         """End a body, if its exchange is still there."""

@@ -1,4 +1,4 @@
-"""The one connection to the router: TLS below, HTTP/2 above, and never more in between than is counted.
+"""A connection of the bus, from either end: TLS below, HTTP/2 above, and never more in between than is counted.
 
 Everything happens in the event loop, and what there is to send is sent once per turn of it: what
 came from many publishers in one turn leaves together. Nothing is put into the transport while
@@ -8,21 +8,22 @@ the transport is full, so what waits, waits where it is counted.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from kura_shaper.broker.http2 import ConnectionFailedError, Http2Client
+from kura_shaper.broker.http2 import ConnectionFailedError
 from kura_shaper.broker.outbox import CONTROL_BYTES_MAX, Outbox
 from kura_shaper.broker.protocol.limits import KIB
 
 if TYPE_CHECKING:
-    from kura_shaper.broker.counts import Counts
-    from kura_shaper.broker.outbox import Source
+    from kura_shaper.broker.outbox import Http2End, Source
     from kura_shaper.broker.protocol.buffer import Budget
+
+HttpT = TypeVar("HttpT", bound="Http2End")
 
 # The transport takes one batch beyond its mark, and so does the one below it that TLS writes to: 256 KiB in all.
 _BATCH_BYTES = 64 * KIB
 _TRANSPORT_BYTES = 64 * KIB
-# What is sent before publishers, timers and the router are heard again: some milliseconds of work.
+# What is sent before publishers, timers and the peer are heard again: some milliseconds of work.
 _TURN_BYTES = 1024 * KIB
 
 
@@ -33,16 +34,19 @@ class LinkOwner(Protocol):
         """The connection is gone; told once."""
 
     def on_leaving(self) -> None:
-        """The router takes no further streams on it; told once."""
+        """The peer takes no further streams on it; told once."""
+
+    def on_framed(self, framed_bytes: int) -> None:
+        """So many bytes of data streams were put into frames."""
 
 
-class BusLink(asyncio.Protocol):
+class BusLink(asyncio.Protocol, Generic[HttpT]):
     """A protocol of asyncio."""
 
-    def __init__(self, http: Http2Client, *, budget: Budget, counts: Counts, owner: LinkOwner) -> None:
+    def __init__(self, http: HttpT, *, budget: Budget, owner: LinkOwner) -> None:
         self.http = http
         self.outbox = Outbox(http)
-        self._budget, self._counts, self._owner = budget, counts, owner
+        self._budget, self._owner = budget, owner
         self._is_leaving = False
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -131,7 +135,7 @@ class BusLink(asyncio.Protocol):
                 break
             framed_bytes = self.outbox.fill(_BATCH_BYTES)
             sent_bytes += framed_bytes
-            self._counts.to_router_bytes += framed_bytes
+            self._owner.on_framed(framed_bytes)
             data = self.http.data_to_send()
             if self._control:
                 data, self._control = self._control + data, b""
@@ -144,4 +148,4 @@ class BusLink(asyncio.Protocol):
             self._control += self.http.data_to_send()
         self._budget.outside_bytes = self._transport.get_write_buffer_size()
         if len(self._control) + self.outbox.session_bytes > CONTROL_BYTES_MAX:
-            self.fail(ConnectionFailedError("the router takes nothing and keeps asking"))
+            self.fail(ConnectionFailedError("the peer takes nothing and keeps asking"))

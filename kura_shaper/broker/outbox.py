@@ -1,8 +1,8 @@
-"""What goes to the router next: the session first, then each data stream in its turn.
+"""What goes to the peer next: the session first, then each data stream in its turn.
 
 A stream's turn is 16 KiB, so that none waits long for another; one that is ready alone
 takes as much at once as a frame holds. Many small pieces leave as one frame. A stream that the
-router grants nothing waits apart, and costs nothing, until it is granted something.
+peer grants nothing waits apart, and costs nothing, until it is granted something.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Protocol
 from kura_shaper.broker.protocol.limits import KIB, MIB
 
 if TYPE_CHECKING:
-    from kura_shaper.broker.http2 import Http2Client
     from kura_shaper.broker.protocol.buffer import StreamBuffer
 
 _TURN_BYTES = 16 * KIB
-# What a router that reads nothing can make us say (refusals, answers to pings) has an end.
+# What a peer that reads nothing can make us say (refusals, answers to pings) has an end.
 CONTROL_BYTES_MAX = MIB
 
 
@@ -32,10 +31,46 @@ class Source(Protocol):
         """Everything that waited is framed."""
 
 
+class Http2End(Protocol):
+    """Either end of a connection of HTTP/2, as it is sent on."""
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the peer said that it serves no further streams."""
+        ...
+
+    @property
+    def data_room_bytes(self) -> int:
+        """How much of the connection's window data streams may use."""
+        ...
+
+    @property
+    def frame_bytes_max(self) -> int:
+        """The largest DATA frame to send."""
+        ...
+
+    def stream_room_bytes(self, http_id: int) -> int:
+        """Return how much the peer's windows of a stream and of the connection let through; all of it."""
+        ...
+
+    def send(self, http_id: int, data: bytes) -> None:
+        """Send a part of a body, which has to fit a frame and the windows."""
+
+    def data_to_send(self) -> bytes:
+        """Return what is to be sent, once."""
+        ...
+
+    def break_off(self) -> None:
+        """The connection is gone: nothing can be sent any more, and nothing is tried."""
+
+    def receive(self, data: bytes) -> None:
+        """Take bytes of the peer, and tell whom they concern. Raises ConnectionFailedError."""
+
+
 class Outbox:
     """Chooses what is framed next."""
 
-    def __init__(self, http: Http2Client) -> None:
+    def __init__(self, http: Http2End) -> None:
         self._http = http
         self._session_id = 0
         self._session = bytearray()

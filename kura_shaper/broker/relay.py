@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kura_shaper.broker.endpoint import PublisherAddress
+    from kura_shaper.broker.http2 import Http2Client
     from kura_shaper.broker.link import BusLink
     from kura_shaper.broker.protocol.events import SubscribeAsked
 
@@ -67,7 +68,7 @@ class RelayState(Enum):
 class RelayOwner(Protocol):
     """The session that a stream belongs to."""
 
-    link: BusLink
+    link: BusLink[Http2Client]
     counts: Counts
     headers: list[tuple[str, str]]
 
@@ -242,7 +243,9 @@ class Relay:
     def on_reset(self, reason: str) -> None:
         """See Exchange."""
         if self.state is RelayState.OPENING:
-            self._fail_opening(StreamRefusedError(RefusalCode.STREAM_REJECTED, reason))
+            # A server may break off what it has refused already (RFC 9113, section 8.1); the refusal counts.
+            if not self._head.done():
+                self._fail_opening(StreamRefusedError(RefusalCode.STREAM_REJECTED, reason))
         elif self.state is not RelayState.OVER:
             self._over(StreamEnd.ROUTER_CLOSED, None)
 

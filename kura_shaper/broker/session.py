@@ -64,7 +64,7 @@ class BusSession:
         self._loop = asyncio.get_running_loop()
         self._parts, self.counts = parts, parts.counts
         self.budget = Budget()
-        self.link = BusLink(http, budget=self.budget, counts=parts.counts, owner=self)
+        self.link = BusLink(http, budget=self.budget, owner=self)
         self.protocol = BrokerSession(
             parts.hello, now_ns=self.now_ns, random=parts.random, buffered_bytes=lambda: self.buffered_bytes
         )
@@ -179,6 +179,10 @@ class BusSession:
         """See LinkOwner."""
         self.protocol.stop_subscribes()
         self._leave(endings.lost("the router goes away", is_goaway=True), None)
+
+    def on_framed(self, framed_bytes: int) -> None:
+        """See LinkOwner."""
+        self.counts.to_router_bytes += framed_bytes
 
     # What the protocol tells.
 

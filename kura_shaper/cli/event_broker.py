@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from kura_shaper.cli import show
 from kura_shaper.errors import UsageError
 from kura_shaper.log import LogFormat, LogLevel, configure
-
-if TYPE_CHECKING:
-    from kura_shaper.broker.settings import BrokerSettings
 
 
 def register(app: typer.Typer) -> None:
@@ -44,9 +41,10 @@ def event_broker(
     """
     try:
         from kura_shaper.broker.credentials import Credentials
+        from kura_shaper.broker.entries import SettingsError
         from kura_shaper.broker.program import EarlySignals, problems_of, run_broker
         from kura_shaper.broker.service import OnTerminal
-        from kura_shaper.broker.settings import SettingsError, load_settings
+        from kura_shaper.broker.settings import load_settings
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed", remedy="install kura-shaper[broker,kubernetes]") from error
     if check_config:
@@ -54,19 +52,20 @@ def event_broker(
             problems = problems_of(Credentials(load_settings(config)))
         except SettingsError as error:
             problems = error.problems
-        _say_checked(config, problems, as_json=as_json)
+        say_checked(config, problems, as_json=as_json)
         return
     early = EarlySignals()
     settings = load_settings(config)
     credentials = Credentials(settings)
     if problems := problems_of(credentials):
         raise SettingsError(problems)
-    _log_as(context, settings)
+    log_as(context, style=settings.log_format, level=settings.log_level)
     on_terminal = OnTerminal.GIVE_UP if exit_on_terminal else OnTerminal.STAY_AWAY
     run_broker(settings, credentials, kubeconfig=kubeconfig, early=early, on_terminal=on_terminal)
 
 
-def _say_checked(config: Path, problems: tuple[str, ...], *, as_json: bool) -> None:
+def say_checked(config: Path, problems: tuple[str, ...], *, as_json: bool) -> None:
+    """Print what a check of settings found, and leave with 2 when it found anything."""
     if as_json:
         show.print_json({"valid": not problems, "problems": list(problems)})
     else:
@@ -78,7 +77,7 @@ def _say_checked(config: Path, problems: tuple[str, ...], *, as_json: bool) -> N
         raise typer.Exit(UsageError.exit_code)
 
 
-def _log_as(context: typer.Context, settings: BrokerSettings) -> None:
+def log_as(context: typer.Context, *, style: LogFormat, level: LogLevel) -> None:
     """Log as the settings say, but for what the command line or the environment says."""
     root = context.find_root()
     given = {
@@ -86,6 +85,4 @@ def _log_as(context: typer.Context, settings: BrokerSettings) -> None:
         for name in ("log_format", "log_level")
         if (source := root.get_parameter_source(name)) is not None and source.name != "DEFAULT"
     }
-    style: LogFormat = given.get("log_format", settings.log_format)
-    level: LogLevel = given.get("log_level", settings.log_level)
-    configure(style, level)
+    configure(given.get("log_format", style), given.get("log_level", level))

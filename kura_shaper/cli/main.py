@@ -19,6 +19,7 @@ from kura_shaper.cli import (
     balance,
     bench,
     event_broker,
+    event_bus,
     gateway,
     lab,
     man,
@@ -49,6 +50,7 @@ verify.register(app)
 probe.register(app)
 bench.register(app)
 event_broker.register(app)
+event_bus.register(app)
 man.register(app)
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(lab.app, name="lab")

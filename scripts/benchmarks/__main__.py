@@ -13,6 +13,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import agent_benchmarks
+import broker_benchmarks
 import datapath_benchmarks
 import gateway_benchmarks
 import kernel_benchmarks
@@ -26,6 +27,7 @@ BENCHMARKS: dict[str, Callable[[], Iterator[Measurement]]] = {
     **datapath_benchmarks.BENCHMARKS,
     **gateway_benchmarks.BENCHMARKS,
     **agent_benchmarks.BENCHMARKS,
+    **broker_benchmarks.BENCHMARKS,
 }
 HEADINGS = ("NAME", "OURS", "PEER", "PEER IS", "RATIO", "UNIT", "NOTE")
 

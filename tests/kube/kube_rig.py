@@ -123,10 +123,10 @@ class Cluster:
         ]
         self._run("etcd")
         self._run("apiserver")
-        self._until(lambda: self.ask("GET", "/readyz", decode=False))
+        self.until(lambda: self.ask("GET", "/readyz", decode=False))
         self.create("/api/v1/namespaces", {"metadata": {"name": "kura"}})
         self.create("/apis/apiextensions.k8s.io/v1/customresourcedefinitions", yaml.safe_load(_CRD.read_text()))
-        self._until(lambda: self.ask("GET", INSTANCES))
+        self.until(lambda: self.ask("GET", INSTANCES))
 
     def _run(self, name: str) -> None:
         with (self.directory / f"{name}.log").open("ab") as log:
@@ -137,10 +137,11 @@ class Cluster:
 
     def wait_ready(self) -> None:
         """Return when it serves KuraInstances."""
-        self._until(lambda: self.ask("GET", "/readyz", decode=False))
-        self._until(lambda: self.ask("GET", INSTANCES))
+        self.until(lambda: self.ask("GET", "/readyz", decode=False))
+        self.until(lambda: self.ask("GET", INSTANCES))
 
-    def _until(self, ask: Any) -> None:
+    def until(self, ask: Any) -> None:
+        """Ask until it is answered."""
         end = time.monotonic() + _READY_S
         while True:
             with suppress(OSError, RefusedError, http.client.HTTPException):

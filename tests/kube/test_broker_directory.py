@@ -44,7 +44,7 @@ def cluster(running_cluster: Cluster) -> Cluster:
         running_cluster.create(
             "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", yaml.safe_load(CRD.read_text())
         )
-    running_cluster._until(lambda: running_cluster.ask("GET", WORKERS))
+    running_cluster.until(lambda: running_cluster.ask("GET", WORKERS))
     running_cluster.delete(WORKERS)
     return running_cluster
 

@@ -13,8 +13,9 @@ import yaml
 
 from kura_shaper.broker.counts import Counts
 from kura_shaper.broker.credentials import CredentialError, Credentials
+from kura_shaper.broker.entries import SettingsError
 from kura_shaper.broker.program import problems_of
-from kura_shaper.broker.settings import BrokerSettings, BusUrl, SettingsError, load_settings
+from kura_shaper.broker.settings import BrokerSettings, BusUrl, load_settings
 from kura_shaper.cli.main import app
 from kura_shaper.log import LogFormat, LogLevel
 from kura_shaper.tenants.document import Endpoint

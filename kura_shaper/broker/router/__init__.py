@@ -1,0 +1,9 @@
+"""The reference router: the far end of the event bus, which decides what is subscribed and reads it.
+
+- `service` listens, admits clients and keeps what the settings want subscribed on the brokers that are there;
+- `session`, `tunnel`: a client's session and one data stream, from this end;
+- `http2`: a server's end of a connection;
+- `zmtp`, `dynamo`, `sequences`: what comes out of a tunnel, as messages, as events, and what is missing among them;
+- `port`: a tunnel as a local TCP port;
+- `faults`: what it does wrong on purpose, for tests of brokers.
+"""

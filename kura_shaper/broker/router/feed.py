@@ -1,0 +1,312 @@
+"""A publisher's events, whatever brokers come and go: one stream that is read, and now and then the one after it.
+
+A stream that is to move (its broker leaves, or another one has less to do) is not just cut: the next one is opened
+beside it, what that brings is held back for a moment, and only then the first is closed. The numbers of
+the events tell which of those that were held back have been seen already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
+
+from kura_shaper.broker.protocol.frames import ZmqEndpoint
+from kura_shaper.broker.protocol.limits import MIB
+from kura_shaper.broker.router.counts import Dropped, RouterCounts, TunnelEnding
+from kura_shaper.broker.router.dynamo import Event, EventError, decode_event
+from kura_shaper.broker.router.sequences import Arrival, Sequences
+from kura_shaper.broker.router.zmtp import Message, Subscribed, ZmtpError, ZmtpFault, ZmtpSubscriber
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from kura_shaper.broker.protocol.buffer import Budget
+    from kura_shaper.broker.router.output import EventOutput
+    from kura_shaper.broker.router.session import ClientSession
+    from kura_shaper.broker.router.settings import Subscription
+    from kura_shaper.broker.router.tunnel import TunnelEnd
+
+_HANDSHAKE_WITHIN_S, _PING_EVERY_S, _SILENT_FOR_S = 30.0, 30.0, 90.0
+_RETRY_LEAST_S, _RETRY_MOST_S, _LIVED_S = 0.25, 30.0, 10.0
+# How long two streams bring the same, and how long after that the first one's events may still be repeated.
+_OVERLAP_S, _REPEATS_FOR_S = 1.0, 10.0
+_HELD_BYTES_MAX, _EVENT_OVERHEAD_BYTES = 4 * MIB, 512
+
+
+class FeedOwner(Protocol):
+    """Who knows the sessions."""
+
+    counts: RouterCounts
+    output: EventOutput
+    random: Random
+    max_message_bytes: int
+    kept: Budget
+
+    def choose(self, dynamo_namespace: str, *, other_than: ClientSession | None = None) -> ClientSession | None:
+        """Return the session that a stream is best asked of, None when there is none."""
+        ...
+
+
+class Feed:
+    """One subscription of the settings."""
+
+    def __init__(self, wanted: Subscription, owner: FeedOwner) -> None:
+        self.wanted, self._owner, self._counts = wanted, owner, owner.counts
+        self._loop = asyncio.get_running_loop()
+        self.target = ZmqEndpoint(wanted.endpoint, wanted.dynamo_namespace)
+        self.topics = tuple(topic.encode() for topic in wanted.topics)
+        self.sequences = Sequences()
+        self.current: FeedStream | None = None
+        self.next: FeedStream | None = None
+        self.last_failure = ""
+        self._failures = 0
+        self._retry: asyncio.TimerHandle | None = None
+        self._held: deque[Event] = deque()
+        self._held_bytes = 0
+        self._repeats_until_s = 0.0
+        self._is_closed = False
+
+    @property
+    def session(self) -> ClientSession | None:
+        """The session that it is read over, or is about to be."""
+        stream = self.next or self.current
+        return stream.session if stream else None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its publisher has been subscribed to."""
+        return self.current is not None and self.current.is_subscribed
+
+    def place(self) -> None:
+        """Have it read, if it is not and there is a broker for it."""
+        if self.current is not None or self._is_closed:
+            return
+        self._cancel_retry()
+        session = self._owner.choose(self.wanted.dynamo_namespace)
+        if session is not None:
+            self.current = FeedStream(self, session, self._owner)
+
+    def move(self) -> None:
+        """Have it read over another session than now, if there is one; it goes on as it is until then."""
+        if self.current is None or self.next is not None or self._is_closed:
+            self.place()
+            return
+        session = self._owner.choose(self.wanted.dynamo_namespace, other_than=self.current.session)
+        if session is not None and session is not self.current.session:
+            self.current.session.moving += 1
+            self.next = FeedStream(self, session, self._owner)
+
+    def close(self) -> None:
+        """End it."""
+        self._is_closed = True
+        self._cancel_retry()
+        for stream in (self.current, self.next):
+            if stream is not None:
+                stream.close()
+        self.current = self.next = None
+
+    # What its streams tell.
+
+    def on_subscribed(self, stream: FeedStream) -> None:
+        """A stream's handshake is over."""
+        self.last_failure = ""
+        if stream is self.next:
+            # The publisher takes a moment to heed a subscription.
+            self._loop.call_later(_OVERLAP_S, self._change_over, stream)
+
+    def on_message(self, stream: FeedStream, parts: tuple[bytes, ...]) -> None:
+        """A stream brought a message."""
+        try:
+            event = decode_event(parts)
+        except EventError as error:
+            self._counts.bad_events[error.fault] += 1
+            return
+        if stream is self.current:
+            self._take(event)
+        elif stream is self.next:
+            self._hold(event, stream)
+
+    def on_fault(self, stream: FeedStream, fault: ZmtpFault) -> None:
+        """A stream's publisher can't be read."""
+        self._counts.bad_publishers[fault] += 1
+        self._lost(stream, f"publisher: {fault}", lived_s=0.0)
+
+    def on_over(self, stream: FeedStream, end: TunnelEnd, *, lived_s: float) -> None:
+        """A stream ended by itself."""
+        words = f"{end.ending}: {end.code}" if end.code and end.code != end.ending else str(end.ending)
+        self._lost(stream, words, lived_s=lived_s)
+        if end.ending is TunnelEnding.SESSION_LOST:
+            # Another broker may have it, and that at once.
+            self.place()
+
+    def _lost(self, stream: FeedStream, why: str, *, lived_s: float) -> None:
+        if stream is self.next:
+            if self.current is not None:
+                self.current.session.moving -= 1
+            self.next = None
+            self._drop_held()
+            return
+        if stream is not self.current:
+            return
+        self.last_failure = why
+        if self.next is not None:
+            self._change_over(self.next)
+            return
+        self.current = None
+        if lived_s >= _LIVED_S:
+            self._failures = 0
+        most_s = min(_RETRY_MOST_S, _RETRY_LEAST_S * 2 ** min(self._failures + 1, 10))
+        self._failures += 1
+        self._cancel_retry()
+        self._retry = self._loop.call_later(self._owner.random.uniform(most_s / 2, most_s), self.place)
+
+    def _change_over(self, stream: FeedStream) -> None:
+        """Go on with the next stream, with what it brought meanwhile."""
+        if stream is not self.next:
+            return
+        before, self.current, self.next = self.current, stream, None
+        if before is not None:
+            before.session.moving -= 1
+            before.close()
+        self._repeats_until_s = self._loop.time() + _REPEATS_FOR_S
+        held = tuple(self._held)
+        self._drop_held()
+        for event in held:
+            self._take(event)
+
+    def _take(self, event: Event) -> None:
+        overlaps = self._loop.time() < self._repeats_until_s
+        arrival, missed = self.sequences.note(event.publisher_id, event.topic, event.sequence, overlaps=overlaps)
+        counts = self._counts
+        counts.arrivals[_LABELS[arrival]] += 1
+        if arrival is Arrival.DUPLICATE:
+            counts.dropped[Dropped.DUPLICATE] += 1
+            return
+        counts.events += 1
+        counts.events_missed += missed
+        if not self._owner.output.put(event, endpoint=self.wanted.endpoint, missed=missed):
+            counts.dropped[Dropped.OUTPUT_FULL] += 1
+
+    def _hold(self, event: Event, stream: FeedStream) -> None:
+        """Keep an event of the next stream for later; when no more may be kept, the time has come."""
+        size = len(event.payload) + _EVENT_OVERHEAD_BYTES
+        if self._held_bytes + size > _HELD_BYTES_MAX or not self._owner.kept.take(size):
+            self._change_over(stream)
+            self._take(event)
+            return
+        self._held.append(event)
+        self._held_bytes += size
+
+    def _drop_held(self) -> None:
+        self._held.clear()
+        self._owner.kept.give_back(self._held_bytes)
+        self._held_bytes = 0
+
+    def _cancel_retry(self) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+
+
+_LABELS = {each: each.value.replace(" ", "_") for each in Arrival}
+
+
+class FeedStream:
+    """One tunnel of a feed, read as ZMTP."""
+
+    def __init__(self, feed: Feed, session: ClientSession, owner: FeedOwner) -> None:
+        self._feed, self.session = feed, session
+        self._kept, self._kept_bytes = owner.kept, 0
+        self._loop = asyncio.get_running_loop()
+        self._began_s = self._heard_s = self._loop.time()
+        self._zmtp = ZmtpSubscriber(feed.topics, max_message_bytes=owner.max_message_bytes)
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_over = False
+        self.tunnel = session.subscribe(feed.target, self)
+
+    @property
+    def is_subscribed(self) -> bool:
+        """Whether the publisher knows what is wanted of it."""
+        return self._zmtp.is_subscribed
+
+    def close(self) -> None:
+        """End it; the feed is not told."""
+        self._let_go()
+        self.tunnel.close()
+
+    def on_open(self) -> None:
+        """See Consumer."""
+        self._say()
+        self._timer = self._loop.call_later(_HANDSHAKE_WITHIN_S, self._fail, ZmtpFault.HANDSHAKE)
+
+    def on_bytes(self, data: bytes, credit_bytes: int) -> None:
+        """See Consumer."""
+        self._heard_s = self._loop.time()
+        # What is read here is used at once: it is bounded by what one message may be.
+        self.tunnel.give_credit(credit_bytes)
+        try:
+            found = self._zmtp.receive(data)
+        except ZmtpError as error:
+            self._fail(error.fault)
+            return
+        for each in found:
+            if self._is_over:
+                return
+            if isinstance(each, Message):
+                self._feed.on_message(self, each.parts)
+            elif isinstance(each, Subscribed):
+                self._feed.on_subscribed(self)
+                self._plan_ping()
+        self._say()
+        self._note_kept()
+
+    def on_sent(self) -> None:
+        """See Consumer."""
+
+    def on_over(self, end: TunnelEnd) -> None:
+        """See Consumer."""
+        self._let_go()
+        self._feed.on_over(self, end, lived_s=self._loop.time() - self._began_s)
+
+    def _note_kept(self) -> None:
+        """Count what waits for the rest of a message, which all publishers together may only have so much of."""
+        if self._is_over:
+            return
+        more_bytes = self._zmtp.kept_bytes - self._kept_bytes
+        if not self._kept.take(more_bytes):
+            self._fail(ZmtpFault.FLOOD)
+            return
+        self._kept_bytes += more_bytes
+
+    def _let_go(self) -> None:
+        self._is_over = True
+        self._cancel_timer()
+        self._kept.give_back(self._kept_bytes)
+        self._kept_bytes = 0
+
+    def _say(self) -> None:
+        data = self._zmtp.data_to_send()
+        if data and not self.tunnel.send(data):
+            self._fail(ZmtpFault.FLOOD)
+
+    def _fail(self, fault: ZmtpFault) -> None:
+        self.close()
+        self._feed.on_fault(self, fault)
+
+    def _plan_ping(self) -> None:
+        self._cancel_timer()
+        self._timer = self._loop.call_later(_PING_EVERY_S, self._ping)
+
+    def _ping(self) -> None:
+        """Ask a publisher that says nothing whether it is there; one that does not say so is as good as gone."""
+        if self._loop.time() - self._heard_s > _SILENT_FOR_S:
+            self._fail(ZmtpFault.SILENT)
+        elif self._zmtp.ping():
+            self._say()
+            self._plan_ping()
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

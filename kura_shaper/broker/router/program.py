@@ -1,0 +1,77 @@
+"""The router as a process: its event loop, its signals, its web server, and the status that it ends with."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from random import Random
+from typing import TYPE_CHECKING
+
+from kura_shaper.broker.credentials import CredentialError
+from kura_shaper.broker.router.health import RouterHealth
+from kura_shaper.broker.router.metrics import RouterMetrics
+from kura_shaper.broker.router.service import EventBus
+from kura_shaper.log import event as log_event
+from kura_shaper.web import ProbeServer
+
+if TYPE_CHECKING:
+    from kura_shaper.broker.router.credentials import ServerCredentials
+    from kura_shaper.broker.router.output import EventOutput
+    from kura_shaper.broker.router.settings import RouterSettings
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_log = logging.getLogger("kura_shaper.broker.router")
+
+
+def problems_of(credentials: ServerCredentials) -> tuple[str, ...]:
+    """Return what is wrong with certificate, key and tokens, one line each."""
+    found = []
+    for read in (credentials.read_context, credentials.read_tokens):
+        try:
+            read()
+        except CredentialError as error:
+            found.append(str(error))
+    return tuple(found)
+
+
+def run_router(settings: RouterSettings, credentials: ServerCredentials, *, output: EventOutput) -> None:
+    """Run a router until a signal. Raises UsageError when an address can't be had."""
+    asyncio.run(_run(settings, credentials, output))
+
+
+async def _run(settings: RouterSettings, credentials: ServerCredentials, output: EventOutput) -> None:
+    credentials.load()
+    bus = EventBus(settings, credentials, output=output, random=Random())  # noqa: S311 - it spreads retries
+    _stop_by_signals(bus)
+    listen = settings.metrics_listen
+    server = ProbeServer(listen.host, listen.port, collector=RouterMetrics(bus), health=RouterHealth(bus))
+    started = asyncio.Event()
+    telling = asyncio.ensure_future(_tell_started(bus, started, metrics=f"{listen.host}:{server.port}"))
+    try:
+        await bus.run(started)
+        log_event(_log, "stopped")
+    finally:
+        telling.cancel()
+        output.close()
+        server.close()
+
+
+async def _tell_started(bus: EventBus, started: asyncio.Event, *, metrics: str) -> None:
+    await started.wait()
+    log_event(_log, "started", listen=f"{bus.settings.listen.host}:{bus.port}", metrics=metrics)
+
+
+def _stop_by_signals(bus: EventBus) -> None:
+    loop = asyncio.get_running_loop()
+
+    def come(number: signal.Signals) -> None:
+        if bus.is_stopping:
+            # The second one: whoever sends it does not want to wait for anything.
+            os._exit(128 + number)
+        log_event(_log, "stopping", signal=number.name)
+        bus.stop()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, come, number)

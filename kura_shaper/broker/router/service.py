@@ -1,0 +1,313 @@
+"""A router's life: listen, admit clients, keep what is wanted subscribed on the brokers that are there, and leave.
+
+There is one session for each client id: a newcomer's counts, and the one before it ends as superseded. What a session
+had is asked of another one in the same turn. A first signal asks every client to leave and ends with 0 when
+they have, or at the deadline; a second one ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from kura_shaper.broker.protocol.buffer import Budget
+from kura_shaper.broker.protocol.codes import DrainReason, Role, SessionCode
+from kura_shaper.broker.protocol.frames import Welcome, WelcomeLimits
+from kura_shaper.broker.protocol.limits import MIB
+from kura_shaper.broker.router.connection import BusConnection
+from kura_shaper.broker.router.counts import RouterCounts
+from kura_shaper.broker.router.faults import plan_faults
+from kura_shaper.broker.router.feed import Feed
+from kura_shaper.broker.router.port import LocalPort
+from kura_shaper.errors import UsageError
+from kura_shaper.log import event as log_event
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from kura_shaper.broker.protocol.frames import Hello
+    from kura_shaper.broker.router.credentials import ServerCredentials
+    from kura_shaper.broker.router.output import EventOutput
+    from kura_shaper.broker.router.session import ClientSession
+    from kura_shaper.broker.router.settings import RouterSettings
+
+_HANDSHAKE_WITHIN_S, _CLOSE_WITHIN_S = 10.0, 2.0
+_LAG_EVERY_S, _RELOAD_EVERY_S = 0.5, 10.0
+_RETRY_AFTER_MS = 5_000
+# Beside a connection for each session: those that are only just coming, or going.
+_SPARE_CONNECTIONS = 32
+_BACKLOG = 128
+# What the parts of messages and the events that are held back may take, of all publishers together.
+_KEPT_BYTES_MAX = 256 * MIB
+_ACCEPT_PAUSE_S = 0.2
+_log = logging.getLogger("kura_shaper.broker.router")
+
+
+class EventBus:
+    """Runs until it is stopped. `stop` may be called at any time, from the event loop."""
+
+    def __init__(
+        self, settings: RouterSettings, credentials: ServerCredentials, *, output: EventOutput, random: Random
+    ) -> None:
+        self.settings, self._credentials = settings, credentials
+        self.output, self.random = output, random
+        self.max_message_bytes = settings.max_message_bytes
+        self.kept = Budget(_KEPT_BYTES_MAX)
+        self.counts = RouterCounts()
+        self._loop = asyncio.get_running_loop()
+        self.by_client: dict[str, ClientSession] = {}
+        self._by_id: dict[str, ClientSession] = {}
+        self._connections: set[BusConnection] = set()
+        self.feeds = tuple(Feed(each, self) for each in settings.subscriptions if each.topics)
+        self.ports = tuple(LocalPort(each, each.expose, self) for each in settings.subscriptions if each.expose)
+        self._listener: socket.socket | None = None
+        self._places = asyncio.Semaphore(settings.max_sessions + _SPARE_CONNECTIONS)
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._stopping = asyncio.Event()
+        self._emptied = asyncio.Event()
+        self.turned_s = time.monotonic()
+
+    # As connections and sessions see it.
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether it leaves."""
+        return self._stopping.is_set()
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._listener.getsockname()[1]) if self._listener else 0
+
+    def is_allowed(self, token: str) -> bool:
+        """See ConnectionOwner."""
+        return self._credentials.is_allowed(token)
+
+    def why_not_now(self) -> SessionCode | None:
+        """See ConnectionOwner."""
+        return SessionCode.SHUTDOWN if self.is_stopping else None
+
+    def session_of(self, session_id: str) -> ClientSession | None:
+        """See ConnectionOwner."""
+        return self._by_id.get(session_id)
+
+    def on_connected(self, connection: BusConnection) -> bool:
+        """See ConnectionOwner."""
+        self._connections.add(connection)
+        return not self.is_stopping
+
+    def on_disconnected(self, connection: BusConnection) -> None:
+        """See ConnectionOwner."""
+        if connection in self._connections:
+            self._connections.discard(connection)
+            self._places.release()
+
+    def on_greeted(self, session: ClientSession, hello: Hello) -> None:
+        """See SessionOwner."""
+        if hello.role not in list(Role):
+            session.fail(SessionCode.INVALID_HELLO, "there is no such role here")
+            return
+        if self.is_stopping:
+            session.fail(SessionCode.SHUTDOWN, "the router leaves", retry_after_ms=_RETRY_AFTER_MS)
+            return
+        before = self.by_client.get(hello.client_id)
+        if before is None and len(self.by_client) >= self.settings.max_sessions:
+            session.fail(
+                SessionCode.OVERLOADED, "there are all the clients that may be", retry_after_ms=_RETRY_AFTER_MS
+            )
+            return
+        # The newcomer is there before the one before it goes: what that had is asked of it at once.
+        self.by_client[hello.client_id] = self._by_id[session.id] = session
+        session.welcome(self._terms(session))
+        log_event(_log, "session_began", client_id=hello.client_id, role=hello.role, namespaces=hello.dynamo_namespaces)
+        if before is not None:
+            before.fail(SessionCode.SUPERSEDED, "this client id is connected elsewhere")
+        plan_faults(self.settings.faults, session)
+        self._share_out()
+
+    def on_leaving(self, session: ClientSession) -> None:
+        """See SessionOwner."""
+        log_event(_log, "client_leaves", client_id=session.client_id)
+        self._move_away(session)
+
+    def on_session_over(self, session: ClientSession) -> None:
+        """See SessionOwner."""
+        if self._by_id.pop(session.id, None) is None:
+            return
+        if self.by_client.get(session.client_id) is session:
+            del self.by_client[session.client_id]
+        log_event(_log, "session_ended", client_id=session.client_id, code=session.end_code)
+        self._place_all()
+        if not self._by_id:
+            self._emptied.set()
+
+    def choose(self, dynamo_namespace: str, *, other_than: ClientSession | None = None) -> ClientSession | None:
+        """Return the session that covers a namespace and has the least to do, None when there is none."""
+        found = [
+            session
+            for session in self.by_client.values()
+            if session is not other_than
+            and session.role == Role.BROKER
+            and session.takes_subscribes
+            and dynamo_namespace in session.namespaces
+        ]
+        if self.is_stopping or not found:
+            return None
+        return min(found, key=lambda session: (session.load, session.client_id))
+
+    def drain(self, session: ClientSession, reason: DrainReason) -> None:
+        """Ask one client to leave; what it had is read over others first where there are any."""
+        session.drain(reason, self.settings.drain_deadline_ms)
+        self._move_away(session)
+
+    def _terms(self, session: ClientSession) -> Welcome:
+        settings = self.settings
+        return Welcome(
+            session_id=session.id,
+            limits=WelcomeLimits(settings.max_streams, settings.max_stream_buffer_bytes),
+            heartbeat_interval_ms=settings.heartbeat_interval_ms,
+            idle_timeout_ms=settings.idle_timeout_ms,
+        )
+
+    def _place_all(self) -> None:
+        for feed in self.feeds:
+            feed.place()
+
+    def _move_away(self, session: ClientSession) -> None:
+        for feed in self.feeds:
+            if feed.session is session:
+                feed.move()
+
+    def _share_out(self) -> None:
+        """Place what has no broker, and give a newcomer its share of the rest."""
+        self._place_all()
+        for feed in self.feeds:
+            busy = feed.session
+            idle = self.choose(feed.wanted.dynamo_namespace, other_than=busy)
+            if busy is None or idle is None:
+                continue
+            if busy.protocol.is_draining or busy.load - idle.load > 1:
+                feed.move()
+
+    # Life.
+
+    def stop(self) -> None:
+        """Ask every client to leave, and end when they have or at the deadline."""
+        self._stopping.set()
+
+    async def run(self, started: asyncio.Event | None = None) -> None:
+        """Run until `stop`. Raises UsageError when an address can't be had."""
+        self._listener = self._listen()
+        background = [self._loop.create_task(each) for each in (self._measure_lag(), self._reload())]
+        accepting: asyncio.Task[None] | None = None
+        try:
+            for port in self.ports:
+                await port.start()
+            accepting = self._loop.create_task(self._accept(self._listener))
+            if started is not None:
+                started.set()
+            stopping = self._loop.create_task(self._stopping.wait())
+            background.append(stopping)  # type: ignore[arg-type]
+            await asyncio.wait([accepting, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if accepting.done():
+                accepting.result()
+            await self._leave()
+        finally:
+            tasks = [*background, *self._handshakes, *([accepting] if accepting else [])]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._close()
+
+    def _listen(self) -> socket.socket:
+        listen = self.settings.listen
+        family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
+        made = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind((listen.host, listen.port))
+            made.listen(_BACKLOG)
+        except OSError as error:
+            made.close()
+            raise UsageError(f"listen {listen}: {error.strerror}", remedy="choose another address or port") from error
+        return made
+
+    async def _accept(self, listener: socket.socket) -> None:
+        """Take connections while there is a place; the kernel keeps the others waiting."""
+        while True:
+            await self._places.acquire()
+            try:
+                accepted, _ = await self._loop.sock_accept(listener)
+            except OSError as error:
+                # Without descriptors for a moment; whoever wants in waits as well.
+                self._places.release()
+                log_event(_log, "accept_failed", level=logging.WARNING, reason=error.strerror)
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
+            task = self._loop.create_task(self._shake_hands(accepted))
+            self._handshakes.add(task)
+            task.add_done_callback(self._handshakes.discard)
+
+    async def _shake_hands(self, accepted: socket.socket) -> None:
+        connection = BusConnection(self)
+        try:
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            await self._loop.connect_accepted_socket(
+                lambda: connection.link,
+                accepted,
+                ssl=self._credentials.context,
+                ssl_handshake_timeout=_HANDSHAKE_WITHIN_S,
+                ssl_shutdown_timeout=_CLOSE_WITHIN_S,
+            )
+        except OSError:
+            accepted.close()
+        finally:
+            if not connection.was_made:
+                self.counts.connections_refused += 1
+                self._places.release()
+
+    async def _leave(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        for port in self.ports:
+            port.stop()
+        for session in tuple(self._by_id.values()):
+            session.drain(DrainReason.SHUTDOWN, self.settings.drain_deadline_ms)
+        for feed in self.feeds:
+            feed.close()
+        log_event(_log, "draining", sessions=len(self._by_id))
+        self._emptied.clear()
+        if self._by_id:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.settings.drain_deadline_ms / 1000):
+                    await self._emptied.wait()
+
+    def _close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        for feed in self.feeds:
+            feed.close()
+        for port in self.ports:
+            port.close()
+        for session in tuple(self._by_id.values()):
+            session.fail(SessionCode.SHUTDOWN, "the router ends")
+        for connection in tuple(self._connections):
+            connection.link.send_now()
+            connection.link.abort()
+
+    async def _measure_lag(self) -> None:
+        while True:
+            due_s = self._loop.time() + _LAG_EVERY_S
+            await asyncio.sleep(_LAG_EVERY_S)
+            self.turned_s = time.monotonic()
+            self.counts.loop_lag_s = max(0.0, self._loop.time() - due_s)
+
+    async def _reload(self) -> None:
+        while True:
+            await asyncio.sleep(_RELOAD_EVERY_S)
+            self._credentials.reload(self.counts)

@@ -1,0 +1,277 @@
+"""A client's session as the router has it: what was agreed, the streams that were asked for, how it ends.
+
+Its streams are found by the session's id, whatever connection they come on: between a broker and a router there
+may be a proxy that puts requests of one connection on another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from random import Random
+from typing import TYPE_CHECKING, Protocol
+
+from kura_shaper.broker.counts import count
+from kura_shaper.broker.protocol import events
+from kura_shaper.broker.protocol.buffer import Budget, StreamBuffer
+from kura_shaper.broker.protocol.frames import Draining, StreamClosed, StreamOpened, StreamRefused
+from kura_shaper.broker.protocol.limits import MIB, SECOND_NS
+from kura_shaper.broker.protocol.router_session import Claim, RouterSession
+from kura_shaper.broker.router.counts import CONNECTION_LOST, RouterCounts, TunnelEnding
+from kura_shaper.broker.router.tunnel import Consumer, Tunnel, TunnelEnd
+
+if TYPE_CHECKING:
+    from kura_shaper.broker.protocol.codes import DrainReason, SessionCode
+    from kura_shaper.broker.protocol.frames import Hello, Welcome, ZmqEndpoint
+    from kura_shaper.broker.router.connection import BusConnection
+
+_OUT_BYTES_MAX = MIB
+_CLOSED_WITHIN_S, _LINGER_S = 5.0, 2.0
+
+
+class SessionOwner(Protocol):
+    """Who admits clients."""
+
+    def on_greeted(self, session: ClientSession, hello: Hello) -> None:
+        """A client says who it is: welcome it, or end it."""
+
+    def on_leaving(self, session: ClientSession) -> None:
+        """The client leaves: it takes no further subscribes."""
+
+    def on_session_over(self, session: ClientSession) -> None:
+        """The session has ended, and its streams with it."""
+
+
+class ClientSession:
+    """It is the body of its request, and the source of what is said to the client."""
+
+    def __init__(self, connection: BusConnection, http_id: int, *, owner: SessionOwner, counts: RouterCounts) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.connection: BusConnection = connection
+        self.http_id = http_id
+        self.counts, self._owner = counts, owner
+        self.id = secrets.token_hex(16)
+        self.protocol = RouterSession(now_ns=self.now_ns, random=Random())  # noqa: S311 - it spreads heartbeats
+        self.buffer = StreamBuffer(_OUT_BYTES_MAX, Budget(_OUT_BYTES_MAX))
+        self.sent_bytes = 0
+        self.began_s = self._loop.time()
+        self.tunnels: dict[str, Tunnel] = {}
+        # Of these, how many are only kept until another session has what they bring.
+        self.moving = 0
+        self.end_code = ""
+        # What a test's fault may take away.
+        self.grants = self.beats = True
+        self.stream_status: int | None = None
+        self._tick_timer: asyncio.TimerHandle | None = None
+        self._plan_tick()
+
+    def now_ns(self) -> int:
+        """The time of the event loop."""
+        return int(self._loop.time() * SECOND_NS)
+
+    @property
+    def client_id(self) -> str:
+        """Who it is, "" before its hello."""
+        return self.protocol.hello.client_id if self.protocol.hello else ""
+
+    @property
+    def role(self) -> str:
+        """What it is, "" before its hello."""
+        return self.protocol.hello.role if self.protocol.hello else ""
+
+    @property
+    def namespaces(self) -> tuple[str, ...]:
+        """The Dynamo namespaces that it covers."""
+        return self.protocol.hello.dynamo_namespaces if self.protocol.hello else ()
+
+    @property
+    def load(self) -> int:
+        """How many streams it has that are to stay."""
+        return len(self.tunnels) - self.moving
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return bool(self.end_code)
+
+    @property
+    def takes_subscribes(self) -> bool:
+        """Whether it is welcomed, does not leave, and has a place."""
+        protocol, hello = self.protocol, self.protocol.hello
+        if self.is_over or protocol.has_ended or protocol.is_draining or hello is None or protocol.terms is None:
+            return False
+        return len(protocol.streams) < min(protocol.terms.limits.max_streams, hello.limits.max_streams)
+
+    def welcome(self, terms: Welcome) -> None:
+        """Begin on these terms."""
+        self.protocol.welcome(terms)
+        self.counts.sessions += 1
+        self.say()
+        self._plan_tick()
+
+    def subscribe(self, target: ZmqEndpoint, consumer: Consumer) -> Tunnel:
+        """Ask for a stream. Only while it `takes_subscribes`."""
+        stream_id = self.protocol.subscribe(target)
+        made = self.tunnels[stream_id] = Tunnel(stream_id, target, self, consumer)
+        self.counts.subscribes += 1
+        self.say()
+        self._plan_tick()
+        return made
+
+    def unsubscribe(self, tunnel: Tunnel) -> None:
+        """Say that a stream is not wanted any more."""
+        if self.protocol.unsubscribe(tunnel.stream_id):
+            self.say()
+
+    def forget(self, tunnel: Tunnel) -> None:
+        """A stream is over."""
+        self.tunnels.pop(tunnel.stream_id, None)
+
+    def expect_closed(self, tunnel: Tunnel) -> None:
+        """The data stream has ended; a broker that does not say why loses its place anyway."""
+        if not self.is_over and tunnel.stream_id in self.protocol.streams:
+            self._loop.call_later(_CLOSED_WITHIN_S, self.unsubscribe, tunnel)
+
+    def claim(self, stream_id: str) -> tuple[Claim, Tunnel | None]:
+        """Return the answer to the request of a data stream, and the tunnel that it is for."""
+        claim = self.protocol.claim(stream_id)
+        return claim, self.tunnels.get(stream_id) if claim is Claim.ACCEPTED else None
+
+    def drain(self, reason: DrainReason, deadline_ms: int) -> None:
+        """Ask the client to leave."""
+        if not self.protocol.has_ended and self.protocol.terms is not None:
+            self.protocol.drain(reason, deadline_ms)
+            self.say()
+
+    def fail(self, code: SessionCode, message: str, *, retry_after_ms: int | None = None) -> None:
+        """End it, and tell the client why."""
+        self.protocol.fail(code, message, retry_after_ms=retry_after_ms)
+        self._over(code)
+
+    def say(self) -> None:
+        """Send what the protocol has to say."""
+        if self.protocol.has_data_to_send:
+            self.say_bytes(self.protocol.data_to_send())
+
+    def say_bytes(self, data: bytes) -> None:
+        """Send bytes as they are."""
+        if self.buffer.put(data):
+            self.connection.link.put(self)
+        else:
+            self._over(CONNECTION_LOST)
+
+    # What HTTP/2 tells.
+
+    def on_data(self, data: bytes, credit_bytes: int) -> None:
+        """See Body."""
+        if credit_bytes:
+            self.connection.link.http.give_credit(self.http_id, credit_bytes)
+        if not self.is_over:
+            self._take(self.protocol.receive(data))
+
+    def on_end(self) -> None:
+        """See Body."""
+        self._over(CONNECTION_LOST)
+
+    def on_reset(self) -> None:
+        """See Body."""
+        self._over(CONNECTION_LOST)
+
+    def on_window(self) -> None:
+        """See Body."""
+        if self.buffer:
+            self.connection.link.put(self)
+
+    def on_drained(self) -> None:
+        """See Source."""
+        if self.is_over:
+            self._finish()
+
+    # What the protocol tells.
+
+    def _take(self, told: tuple[events.Event, ...]) -> None:
+        for event in told:
+            if self.is_over:
+                return
+            self._take_one(event)
+        self.say()
+        self._plan_tick()
+
+    def _take_one(self, event: events.Event) -> None:
+        match event:
+            case events.Greeted(hello=hello) if not self.protocol.has_ended:
+                self._owner.on_greeted(self, hello)
+            case StreamOpened() | events.FrameIgnored() | events.HeartbeatSeen():
+                self._note(event)
+            case StreamRefused():
+                count(self.counts.refusals, event.code)
+                end = TunnelEnd(TunnelEnding.REFUSED, event.code, event.retryable)
+                self._end_tunnel(event.stream_id, end)
+            case events.OpenExpired(stream_id=stream_id):
+                self._end_tunnel(stream_id, TunnelEnd(TunnelEnding.EXPIRED))
+            case StreamClosed():
+                count(self.counts.closes, event.code)
+                if tunnel := self.tunnels.get(event.stream_id):
+                    tunnel.on_closed(event.code)
+            case Draining():
+                self._owner.on_leaving(self)
+            case events.PeerFailed(error=error):
+                self._over(error.code)
+            case events.Failed(code=code):
+                self._over(code)
+
+    def _note(self, event: events.Event) -> None:
+        if isinstance(event, events.FrameIgnored):
+            self.counts.frames_ignored += 1
+        elif isinstance(event, events.HeartbeatSeen):
+            self.counts.heartbeats_received += 1
+
+    def _end_tunnel(self, stream_id: str, end: TunnelEnd) -> None:
+        if tunnel := self.tunnels.get(stream_id):
+            tunnel.over(end)
+
+    # Ends.
+
+    def _over(self, code: str) -> None:
+        if self.is_over:
+            return
+        self.end_code = code
+        count(self.counts.session_ends, code)
+        for tunnel in tuple(self.tunnels.values()):
+            tunnel.over(TunnelEnd(TunnelEnding.SESSION_LOST))
+        if self._tick_timer is not None:
+            self._tick_timer.cancel()
+        # The last words first, and then the end of the answer.
+        self.say()
+        if self.buffer:
+            self._loop.call_later(_LINGER_S, self._finish)
+        else:
+            self._finish()
+        self._owner.on_session_over(self)
+
+    def _finish(self) -> None:
+        link = self.connection.link
+        link.outbox.remove(self)
+        self.buffer.drop()
+        link.http.finish(self.http_id)
+        self._loop.call_later(_LINGER_S, self._release)
+        link.stir()
+
+    def _release(self) -> None:
+        self.connection.link.http.release(self.http_id)
+        self.connection.link.stir()
+        self.connection.look_if_idle()
+
+    # Time.
+
+    def _plan_tick(self) -> None:
+        due_ns = self.protocol.next_due_ns
+        if self._tick_timer is not None:
+            self._tick_timer.cancel()
+            self._tick_timer = None
+        if due_ns is not None and not self.is_over and self.beats:
+            self._tick_timer = self._loop.call_at(due_ns / SECOND_NS, self._tick)
+
+    def _tick(self) -> None:
+        if not self.is_over and self.beats:
+            self._take(self.protocol.tick())

@@ -1,0 +1,162 @@
+"""What a router is told: one YAML file. Everything that is wrong with it is said at once, each with its key path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kura_shaper.broker import entries
+from kura_shaper.broker.endpoint import EndpointError, parse_endpoint
+from kura_shaper.broker.entries import Entries
+from kura_shaper.broker.protocol.limits import (
+    HEARTBEAT_MS_DEFAULT,
+    HEARTBEAT_MS_MAX,
+    HEARTBEAT_MS_MIN,
+    IDLE_MS_DEFAULT,
+    IDLE_MS_MAX,
+    IDLE_MS_MIN,
+    KIB,
+    MIB,
+    STREAM_BUFFER_BYTES_MAX,
+    STREAM_BUFFER_BYTES_MIN,
+    STREAMS_DEFAULT,
+    STREAMS_MAX,
+)
+from kura_shaper.broker.router.faults import Fault, FaultStep
+from kura_shaper.errors import UsageError
+from kura_shaper.log import LogFormat, LogLevel
+from kura_shaper.tenants import check
+from kura_shaper.tenants.document import Endpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kura_shaper.tenants.check import Value
+
+_METRICS_LISTEN = Endpoint("0.0.0.0", 9465)  # noqa: S104 - probes come to the pod's own address
+SUBSCRIPTIONS_MAX, TOPICS_MAX, FAULTS_MAX, SESSIONS_MAX = 4096, 16, 64, 1024
+_TOPIC_CHARACTERS_MAX = 253
+
+
+@dataclass(frozen=True, slots=True)
+class Subscription:
+    """A publisher that is wanted: its events of some topics, its bytes as a local port, or both.
+
+    A topic is a prefix, as in ZeroMQ; "" is every topic.
+    """
+
+    endpoint: str
+    dynamo_namespace: str
+    topics: tuple[str, ...] = ()
+    expose: Endpoint | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSettings:
+    """Everything that a router can be told."""
+
+    listen: Endpoint
+    certificate: Path
+    private_key: Path
+    token_file: Path
+    path_prefix: str = ""
+    subscriptions: tuple[Subscription, ...] = ()
+    max_sessions: int = 64
+    max_streams: int = STREAMS_DEFAULT
+    max_stream_buffer_bytes: int = STREAM_BUFFER_BYTES_MAX
+    stream_window_bytes: int = 256 * KIB
+    max_message_bytes: int = MIB
+    heartbeat_interval_ms: int = HEARTBEAT_MS_DEFAULT
+    idle_timeout_ms: int = IDLE_MS_DEFAULT
+    drain_deadline_ms: int = 25_000
+    metrics_listen: Endpoint = _METRICS_LISTEN
+    log_level: LogLevel = LogLevel.INFO
+    log_format: LogFormat = LogFormat.JSON
+    faults: tuple[FaultStep, ...] = ()
+
+
+def load_settings(path: Path) -> RouterSettings:
+    """Return the settings of a file. Raises SettingsError with everything that is wrong."""
+    reading = Entries.of_file(path, tuple(_READERS))
+    found = {field: reading.read(key, reader) for key, (field, reader) in _READERS.items()}
+    reading.require("listen", "certificate", "private_key", "token_file")
+    told = {field: value for field, value in found.items() if value is not None}
+    interval_ms = told.get("heartbeat_interval_ms", HEARTBEAT_MS_DEFAULT)
+    if told.get("idle_timeout_ms", IDLE_MS_DEFAULT) < 2 * interval_ms:
+        reading.refuse("idle_timeout", "is below twice the heartbeat_interval", remedy="raise idle_timeout")
+    exposed = [each.expose for each in told.get("subscriptions", ()) if each.expose]
+    if len(set(exposed)) != len(exposed):
+        reading.refuse("subscriptions", "expose one address twice", remedy="give each its own port")
+    reading.raise_if_wrong()
+    return RouterSettings(**told)
+
+
+# What one entry may be.
+
+
+def _endpoint(content: str) -> str:
+    try:
+        return str(parse_endpoint(content))
+    except EndpointError as error:
+        raise UsageError(f"{check.quoted(content)} {error.message}", remedy="write tcp://address:port") from error
+
+
+def _topic(content: str) -> str:
+    if len(content) > _TOPIC_CHARACTERS_MAX or not (content.isprintable() or not content):
+        remedy = f'use at most {_TOPIC_CHARACTERS_MAX} characters, or "" for every topic'
+        raise UsageError(f"{check.quoted(content)} is no topic", remedy=remedy)
+    return content
+
+
+def _subscription(value: Value) -> Subscription:
+    found = check.mapping(value, required=("endpoint", "dynamo_namespace"), optional=("topics", "expose"))
+    topics, expose = found.get("topics"), found.get("expose")
+    if topics is None and expose is None:
+        raise value.refused("is read by nobody", remedy="add topics: or expose:")
+    return Subscription(
+        check.literal(found["endpoint"], _endpoint),
+        check.literal(found["dynamo_namespace"], entries.dynamo_namespace),
+        entries.listed("topic", _topic, TOPICS_MAX)(topics) if topics else (),
+        check.literal(expose, check.listen_endpoint) if expose else None,
+    )
+
+
+def _fault(value: Value) -> FaultStep:
+    found = check.mapping(value, required=("after", "do"))
+    return FaultStep(entries.duration_ms(0, 3_600_000)(found["after"]), entries.choice(Fault)(found["do"]))
+
+
+def _each(what: str, reader: Callable[[Value], Any], most: int) -> Callable[[Value], tuple[Any, ...]]:
+    def read(value: Value) -> tuple[Any, ...]:
+        items = check.sequence(value)
+        if len(items) > most:
+            raise value.refused(f"has {len(items)} items", remedy=f"give at most {most} {what}")
+        return tuple(map(reader, items))
+
+    return read
+
+
+_READERS: dict[str, tuple[str, Callable[[Value], Any]]] = {
+    "listen": ("listen", entries.text(check.listen_endpoint)),
+    "certificate": ("certificate", entries.text(entries.file_path)),
+    "private_key": ("private_key", entries.text(entries.file_path)),
+    "token_file": ("token_file", entries.text(entries.file_path)),
+    "path_prefix": ("path_prefix", entries.text(entries.url_prefix)),
+    "subscriptions": ("subscriptions", _each("subscriptions", _subscription, SUBSCRIPTIONS_MAX)),
+    "max_sessions": ("max_sessions", entries.whole(1, SESSIONS_MAX)),
+    "max_streams": ("max_streams", entries.whole(1, STREAMS_MAX)),
+    "max_stream_buffer_bytes": (
+        "max_stream_buffer_bytes",
+        entries.size_bytes(STREAM_BUFFER_BYTES_MIN, STREAM_BUFFER_BYTES_MAX),
+    ),
+    "stream_window": ("stream_window_bytes", entries.size_bytes(64 * KIB, 16 * MIB)),
+    "max_message_bytes": ("max_message_bytes", entries.size_bytes(KIB, 64 * MIB)),
+    "heartbeat_interval": ("heartbeat_interval_ms", entries.duration_ms(HEARTBEAT_MS_MIN, HEARTBEAT_MS_MAX)),
+    "idle_timeout": ("idle_timeout_ms", entries.duration_ms(IDLE_MS_MIN, IDLE_MS_MAX)),
+    "drain_deadline": ("drain_deadline_ms", entries.duration_ms(0, 600_000)),
+    "metrics_listen": ("metrics_listen", entries.text(check.listen_endpoint)),
+    "log_level": ("log_level", entries.choice(LogLevel)),
+    "log_format": ("log_format", entries.choice(LogFormat)),
+    "faults": ("faults", _each("faults", _fault, FAULTS_MAX)),
+}

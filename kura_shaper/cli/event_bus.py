@@ -1,0 +1,63 @@
+"""event-bus: the reference router, the far end of the event bus tunnel."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kura_shaper.cli.event_broker import log_as, say_checked
+from kura_shaper.errors import UsageError
+
+if TYPE_CHECKING:
+    from kura_shaper.broker.router.output import EventOutput
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands."""
+    app.command("event-bus", epilog="Example: kura-shaper event-bus --config /etc/event-bus/config.yaml --json")(
+        event_bus
+    )
+
+
+def event_bus(
+    context: typer.Context,
+    config: Annotated[
+        Path, typer.Option("--config", metavar="F", help="Settings, YAML.", envvar="KURA_SHAPER_BUS_CONFIG")
+    ],
+    check_config: Annotated[
+        bool, typer.Option("--check-config", help="Check settings, certificate and tokens, and leave.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Events as one JSON object a line; with --check-config one object.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print no events, only count them.")] = False,
+) -> None:
+    """Serve brokers, read the publishers that are wanted through them, and print their events, until a signal.
+
+    A first SIGTERM or SIGINT asks brokers to leave, at most for drain_deadline; a second one ends at once.
+    """
+    try:
+        from kura_shaper.broker.entries import SettingsError
+        from kura_shaper.broker.router.credentials import ServerCredentials
+        from kura_shaper.broker.router.output import LineOutput, NoOutput
+        from kura_shaper.broker.router.program import problems_of, run_router
+        from kura_shaper.broker.router.settings import load_settings
+    except ImportError as error:
+        raise UsageError(f"{error.name} is not installed", remedy="install kura-shaper[broker]") from error
+    if check_config:
+        try:
+            problems = problems_of(ServerCredentials(load_settings(config)))
+        except SettingsError as error:
+            problems = error.problems
+        say_checked(config, problems, as_json=as_json)
+        return
+    settings = load_settings(config)
+    credentials = ServerCredentials(settings)
+    if problems := problems_of(credentials):
+        raise SettingsError(problems)
+    log_as(context, style=settings.log_format, level=settings.log_level)
+    output: EventOutput = NoOutput() if quiet else LineOutput(sys.stdout.buffer, as_json=as_json)
+    run_router(settings, credentials, output=output)

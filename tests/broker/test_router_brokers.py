@@ -1,0 +1,284 @@
+"""Several brokers for one namespace: who reads what, who takes over, and what is lost meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from bus_rig import NAMESPACE, in_a_loop, loop, until
+from router_rig import ANY_PORT, RouterRig, ZmqPublisher, routing
+
+from kura_shaper.broker.protocol.codes import DrainReason
+from kura_shaper.broker.protocol.limits import KIB
+from kura_shaper.broker.router.faults import Fault, FaultStep, cause
+from kura_shaper.broker.router.settings import Subscription
+
+
+def spread(rig: RouterRig) -> dict[str, int]:
+    return {name: len(session.tunnels) for name, session in rig.bus.by_client.items()}
+
+
+class Publishing:
+    """Publishes all the time, on every publisher."""
+
+    def __init__(self, *publishers: ZmqPublisher) -> None:
+        self._publishers = publishers
+        self._task = asyncio.ensure_future(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            for each in self._publishers:
+                each.publish()
+            await asyncio.sleep(0.001)
+
+    async def __aenter__(self) -> Publishing:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+
+
+@in_a_loop
+async def test_two_brokers_share_the_publishers_and_one_takes_all_over_when_the_other_dies() -> None:
+    publishers = [ZmqPublisher(number) for number in range(6)]
+    async with routing(*publishers) as rig:
+        await rig.start_broker("a")
+        await rig.read()
+        await rig.start_broker("b")
+        await loop().advance(1.2)
+        await rig.read()
+        assert spread(rig) == {"a": 3, "b": 3}
+        async with Publishing(*publishers):
+            await until(lambda: len(rig.output.found) >= 100)
+            await rig.kill_broker("a")
+            await until(lambda: "a" not in rig.bus.by_client)
+            # In the same turn, and not at some next try.
+            assert spread(rig) == {"b": 6}
+            await rig.read()
+            before = len(rig.output.found)
+            await until(lambda: len(rig.output.found) >= before + 100)
+        # Three publishers lost their stream; what they said meanwhile is missing, and counted to the number.
+        known = {id_: each for feed in rig.bus.feeds for (id_, _), each in feed.sequences.known.items()}
+        assert sum(each.gaps for each in known.values()) <= 3
+        assert rig.output.missed == sum(each.missed for each in known.values())
+        for publisher_id, each in known.items():
+            numbers = [event.sequence for event, _, _ in rig.output.found if event.publisher_id == publisher_id]
+            missing = set(range(numbers[0], numbers[-1] + 1)) - set(numbers)
+            assert len(missing) == each.missed
+
+
+@in_a_loop
+async def test_a_broker_that_leaves_hands_its_publishers_over_and_no_event_is_lost() -> None:
+    publishers = [ZmqPublisher(number) for number in range(4)]
+    async with routing(*publishers) as rig:
+        await rig.start_broker("a")
+        await rig.read()
+        async with Publishing(*publishers):
+            await until(lambda: len(rig.output.found) >= 100)
+            await rig.start_broker("b")
+            leaving, task = rig.brokers["a"]
+            leaving.stop()
+            moving = asyncio.ensure_future(asyncio.wait([task]))
+            while not moving.done():
+                await loop().advance(0.25)
+                await asyncio.sleep(0.01)
+            assert task.exception() is None
+            assert spread(rig) == {"b": 4}
+            before = len(rig.output.found)
+            await until(lambda: len(rig.output.found) >= before + 400)
+        for each in publishers:
+            numbers = [event.sequence for event, _, _ in rig.output.found if event.publisher_id == each.publisher_id]
+            assert numbers == list(range(numbers[0], numbers[-1] + 1))
+        assert rig.output.missed == 0
+
+
+@in_a_loop
+async def test_a_newcomer_with_the_same_id_supersedes_and_reads_on() -> None:
+    publisher = ZmqPublisher()
+    async with routing(publisher) as rig:
+        first = await rig.start_broker("a")
+        await rig.read()
+        before = rig.bus.by_client["a"]
+        old = rig.brokers.pop("a")
+        await rig.start_broker("a")
+        await until(lambda: first.view.last_end is not None)
+        assert first.view.last_end
+        assert first.view.last_end.code == "superseded"
+        assert before.end_code == "superseded"
+        await rig.read()
+        await rig.hear(publisher)
+        # The one that was superseded stays away for its longest wait: the two do not take turns.
+        assert first.counts.reconnect_wait_s >= 30
+        old[1].cancel()
+        await asyncio.gather(old[1], return_exceptions=True)
+
+
+@pytest.mark.parametrize("fault", [Fault.BREAK, Fault.ERROR, Fault.BAD_FRAME, Fault.HUGE_FRAME, Fault.GOAWAY_ERROR])
+def test_after_what_ends_a_session_the_broker_comes_back_and_reading_goes_on(fault: Fault) -> None:
+    @in_a_loop
+    async def run() -> None:
+        publisher = ZmqPublisher()
+        async with routing(publisher) as rig:
+            broker = await rig.start_broker("a")
+            await rig.read()
+            before = rig.bus.by_client["a"]
+            cause(fault, before)
+            await until(lambda: before.is_over)
+            await until(lambda: broker.view.last_end is not None)
+            await loop().advance(3.0)
+            await until(lambda: "a" in rig.bus.by_client)
+            await rig.read()
+            await rig.hear(publisher)
+
+    run()
+
+
+@in_a_loop
+async def test_streams_that_are_broken_off_are_asked_for_again() -> None:
+    publisher = ZmqPublisher()
+    async with routing(publisher) as rig:
+        await rig.start_broker("a")
+        await rig.read()
+        stream = rig.bus.feeds[0].current
+        cause(Fault.RESET_STREAMS, rig.bus.by_client["a"])
+        assert rig.bus.feeds[0].current is None
+        await loop().advance(1.0)
+        await rig.read()
+        assert rig.bus.feeds[0].current is not stream
+        assert rig.bus.feeds[0].last_failure == ""
+
+
+@in_a_loop
+async def test_a_frame_of_a_later_version_and_a_goaway_change_nothing_for_open_streams() -> None:
+    publisher = ZmqPublisher()
+    async with routing(publisher) as rig:
+        broker = await rig.start_broker("a")
+        await rig.read()
+        session = rig.bus.by_client["a"]
+        cause(Fault.UNKNOWN_FRAME, session)
+        cause(Fault.GOAWAY, session)
+        await publisher.subscribed()
+        for _ in range(100):
+            publisher.publish()
+        await until(lambda: len(rig.output.found) == 100)
+        assert broker.counts.frames_ignored == 1
+        assert not session.is_over
+
+
+@in_a_loop
+async def test_a_router_that_withholds_credit_makes_its_stream_overflow_and_is_read_again() -> None:
+    publisher = ZmqPublisher()
+    async with routing(publisher, stream_window_bytes=64 * KIB, max_stream_buffer_bytes=64 * KIB) as rig:
+        broker = await rig.start_broker("a")
+        await rig.read()
+        await publisher.subscribed()
+        session = rig.bus.by_client["a"]
+        cause(Fault.WITHHOLD, session)
+        big = b"\xc5\xff\x00" + bytes(0xFF00)
+        for _ in range(20):
+            publisher.publish(payload=big)
+        await until(lambda: broker.counts.stream_ends["buffer_overflow"] == 1)
+        await until(lambda: rig.bus.counts.closes["buffer_overflow"] == 1)
+        cause(Fault.GRANT, session)
+        await loop().advance(1.0)
+        await rig.read()
+        assert not session.is_over
+
+
+@in_a_loop
+async def test_a_router_asked_to_rebalance_is_back_within_a_second() -> None:
+    publisher = ZmqPublisher()
+    async with routing(publisher, drain_deadline_ms=0) as rig:
+        broker = await rig.start_broker("a")
+        await rig.read()
+        before = rig.bus.by_client["a"]
+        rig.bus.drain(before, DrainReason.REBALANCE)
+        await until(lambda: before.is_over)
+        await until(lambda: broker.counts.reconnects["rebalance"] == 1)
+        await loop().advance(0.6)
+        await until(lambda: rig.bus.by_client.get("a", before) is not before)
+        await rig.read()
+
+
+@in_a_loop
+async def test_a_router_that_stops_asks_its_clients_to_leave_and_ends() -> None:
+    publisher = ZmqPublisher()
+    async with routing(publisher) as rig:
+        broker = await rig.start_broker("a")
+        await rig.read()
+        rig.bus.stop()
+        await rig.running
+        assert broker.view.last_end is None or broker.view.last_end.code == "drain"
+        await until(lambda: broker.view.last_end is not None)
+        assert broker.counts.stream_ends["unsubscribed"] == 1
+
+
+@in_a_loop
+async def test_a_router_that_stops_waits_for_local_readers_until_its_deadline() -> None:
+    publisher = ZmqPublisher()
+    exposed = Subscription(publisher.endpoint, NAMESPACE, expose=ANY_PORT)
+    async with routing(publisher, subscriptions=(exposed,), drain_deadline_ms=5_000) as rig:
+        # That there was nobody once does not count when it leaves.
+        await rig.start_broker("a")
+        await rig.kill_broker("a")
+        await until(lambda: not rig.bus.by_client)
+        await rig.start_broker("b")
+        reader, writer = await asyncio.open_connection("127.0.0.1", rig.bus.ports[0].port)
+        assert await reader.readexactly(10)
+        rig.bus.stop()
+        await loop().advance(4.5)
+        assert not rig.running.done()
+        await loop().advance(1.0)
+        await rig.running
+        writer.close()
+
+
+@in_a_loop
+async def test_what_no_broker_advertises_is_tried_again_and_then_read() -> None:
+    publisher = ZmqPublisher()
+    async with routing(publisher) as rig:
+        rig.directory.known.clear()
+        await rig.start_broker("a")
+        await until(lambda: rig.bus.counts.refusals["target_not_advertised"] == 1)
+        rig.directory.advertise(publisher.endpoint)
+        await loop().advance(2.0)
+        await rig.read()
+
+
+@in_a_loop
+async def test_a_kv_listener_is_welcomed_and_never_asked_for_a_publisher() -> None:
+    publisher = ZmqPublisher()
+    async with routing(publisher) as rig:
+        broker = await rig.start_broker("a")
+        session = rig.bus.by_client["a"]
+        hello: Any = session.protocol.hello
+        object.__setattr__(hello, "role", "kv_listener")
+        assert rig.bus.choose(NAMESPACE) is None
+        assert broker.view.session
+
+
+@in_a_loop
+async def test_another_namespace_is_left_to_who_covers_it() -> None:
+    publisher = ZmqPublisher()
+    other = Subscription(publisher.endpoint, "other", ("x",))
+    async with routing(publisher, subscriptions=(other,)) as rig:
+        await rig.start_broker("a")
+        assert rig.bus.choose("other") is None
+        await rig.start_broker("b", dynamo_namespaces=("other",))
+        rig.directory.advertise(publisher.endpoint, "other")
+        await loop().advance(3.0)
+        await rig.read()
+        assert spread(rig) == {"a": 0, "b": 1}
+
+
+@in_a_loop
+async def test_faults_of_the_settings_happen_at_their_times_after_the_welcome() -> None:
+    async with routing(faults=(FaultStep(500, Fault.SILENCE), FaultStep(1_000, Fault.ERROR))) as rig:
+        await rig.start_broker("a")
+        session = rig.bus.by_client["a"]
+        await loop().advance(0.75)
+        assert not session.beats
+        assert not session.is_over
+        await loop().advance(0.5)
+        assert session.end_code == "internal"

@@ -1,0 +1,115 @@
+"""A publisher as a local port: an unmodified subscriber of libzmq reads it through the tunnel."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+
+import zmq
+import zmq.asyncio
+from bus_rig import NAMESPACE, Publisher, in_a_loop, loop, until
+from router_rig import ANY_PORT, TOPIC, ZmqPublisher, routing
+
+from kura_shaper.broker.protocol.limits import KIB
+from kura_shaper.broker.router.dynamo import decode_event
+from kura_shaper.broker.router.settings import Subscription
+
+
+@in_a_loop
+async def test_an_unmodified_subscriber_reads_a_publisher_that_it_has_no_route_to() -> None:
+    publisher = ZmqPublisher()
+    exposed = Subscription(publisher.endpoint, NAMESPACE, expose=ANY_PORT)
+    async with routing(publisher, subscriptions=(exposed,)) as rig:
+        await rig.start_broker()
+        with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as subscriber:
+            subscriber.linger = 0
+            subscriber.subscribe(TOPIC)
+            subscriber.connect(f"tcp://127.0.0.1:{rig.bus.ports[0].port}")
+            await publisher.subscribed()
+            for _ in range(500):
+                publisher.publish()
+            found = [decode_event(await subscriber.recv_multipart()).sequence for _ in range(500)]
+            assert found == list(range(500))
+        await publisher.subscribed(unsubscribes=1)
+
+
+@in_a_loop
+async def test_after_its_broker_died_the_subscriber_is_connected_by_another_one() -> None:
+    publisher = ZmqPublisher()
+    exposed = Subscription(publisher.endpoint, NAMESPACE, expose=ANY_PORT)
+    async with routing(publisher, subscriptions=(exposed,)) as rig:
+        await rig.start_broker("a")
+        with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as subscriber:
+            subscriber.linger = 0
+            subscriber.subscribe(TOPIC)
+            subscriber.connect(f"tcp://127.0.0.1:{rig.bus.ports[0].port}")
+            await publisher.subscribed()
+            await rig.start_broker("b")
+            await rig.kill_broker("a")
+            # libzmq repeats its subscriptions only while somebody receives.
+            receiving = asyncio.ensure_future(subscriber.recv_multipart())
+            await publisher.subscribed(2, unsubscribes=1)
+            publisher.publish()
+            assert decode_event(await receiving).sequence == 0
+
+
+@in_a_loop
+async def test_bytes_come_through_whole_both_ways_and_the_end_too() -> None:
+    publisher = Publisher()
+    await publisher.start()
+    exposed = Subscription(publisher.endpoint, NAMESPACE, expose=ANY_PORT)
+    # As wide as what is sent: a broker keeps no more than a mebibyte for a router that grants less.
+    async with routing(subscriptions=(exposed,), stream_window_bytes=8 << 20) as rig:
+        rig.directory.advertise(publisher.endpoint)
+        await rig.start_broker()
+        reader, writer = await asyncio.open_connection("127.0.0.1", rig.bus.ports[0].port)
+        up, down = os.urandom(5 << 20), os.urandom(5 << 20)
+        writer.write(down)
+        connection = await publisher.connection()
+        sending = asyncio.ensure_future(connection.send(up))
+        assert hashlib.sha256(await reader.readexactly(len(up))).digest() == hashlib.sha256(up).digest()
+        await until(lambda: len(connection.received) == len(down))
+        assert hashlib.sha256(connection.received).digest() == hashlib.sha256(down).digest()
+        await sending
+        connection.transport.close()
+        assert await reader.read() == b""
+        writer.close()
+        await until(lambda: not rig.bus.ports[0].connections)
+    await publisher.stop()
+
+
+@in_a_loop
+async def test_a_reader_that_reads_nothing_ends_its_own_stream_and_no_other() -> None:
+    publisher = Publisher()
+    await publisher.start()
+    exposed = Subscription(publisher.endpoint, NAMESPACE, expose=ANY_PORT)
+    async with routing(subscriptions=(exposed,), stream_window_bytes=64 * KIB, max_stream_buffer_bytes=64 * KIB) as rig:
+        rig.directory.advertise(publisher.endpoint)
+        broker = await rig.start_broker()
+        _, stalled = await asyncio.open_connection("127.0.0.1", rig.bus.ports[0].port)
+        first = await publisher.connection(1)
+        reader, other = await asyncio.open_connection("127.0.0.1", rig.bus.ports[0].port)
+        second = await publisher.connection(2)
+        stalled.transport.pause_reading()  # type: ignore[attr-defined]
+        sending = asyncio.ensure_future(first.send(bytes(64 << 20)))
+        await until(lambda: broker.counts.stream_ends["buffer_overflow"] == 1)
+        await second.send(b"still here")
+        assert await reader.readexactly(10) == b"still here"
+        stalled.transport.abort()
+        other.close()
+        await sending
+    await publisher.stop()
+
+
+@in_a_loop
+async def test_without_a_broker_a_connection_is_closed_after_a_while_and_not_at_once() -> None:
+    exposed = Subscription("tcp://127.0.0.1:9", NAMESPACE, expose=ANY_PORT)
+    async with routing(subscriptions=(exposed,)) as rig:
+        reader, writer = await asyncio.open_connection("127.0.0.1", rig.bus.ports[0].port)
+        await until(lambda: bool(rig.bus.ports[0].connections))
+        await loop().advance(0.9)
+        assert rig.bus.ports[0].connections
+        await loop().advance(0.3)
+        assert await reader.read() == b""
+        writer.close()

@@ -1,0 +1,124 @@
+"""Publishers that are none, or mean harm: each costs its own stream, and is not asked again and again."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from bus_rig import NAMESPACE, Publisher, in_a_loop, loop, until
+from router_rig import ZmqPublisher, routing
+
+from kura_shaper.broker.router.settings import Subscription
+
+GREETING = b"\xff" + bytes(7) + b"\x01\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+READY = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03PUB"
+
+
+@pytest.mark.parametrize(
+    ("said", "fault"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "greeting"),
+        (GREETING + b"\x04\x1a\x05READY\x0bSocket-Type\0\0\0\x04PUSH", "handshake"),
+        (GREETING + READY + b"\x02" + b"\x7f" * 8, "too_large"),
+        (GREETING + READY + b"\x01\x00" * 17, "too_many_parts"),
+        (GREETING + READY + b"\x80\x00", "frame"),
+    ],
+)
+def test_a_publisher_that_is_none_costs_its_stream_and_nobody_elses(said: bytes, fault: str) -> None:
+    @in_a_loop
+    async def run() -> None:
+        good, bad = ZmqPublisher(), Publisher()
+        await bad.start()
+        wanted = tuple(Subscription(each.endpoint, NAMESPACE, ("kv-events",)) for each in (good, bad))
+        async with routing(good, subscriptions=wanted) as rig:
+            rig.directory.advertise(bad.endpoint)
+            await rig.start_broker()
+            connection = await bad.connection()
+            await until(lambda: bytes(connection.received).startswith(b"\xff"))
+            connection.transport.write(said)
+            await until(lambda: rig.bus.counts.bad_publishers[fault] == 1)
+            await until(lambda: connection.lost)
+            await rig.hear(good)
+            # It is tried again, but later and later.
+            for _ in range(40):
+                await loop().advance(0.25)
+                for each in bad.connections[1:]:
+                    if not each.lost:
+                        each.transport.write(said)
+                await asyncio.sleep(0.01)
+            assert 2 <= rig.bus.counts.bad_publishers[fault] <= 8
+            await rig.hear(good)
+        await bad.stop()
+
+    run()
+
+
+@in_a_loop
+async def test_a_publisher_that_never_greets_is_let_go_after_thirty_seconds() -> None:
+    silent = Publisher()
+    await silent.start()
+    async with routing(subscriptions=(Subscription(silent.endpoint, NAMESPACE, ("x",)),)) as rig:
+        rig.directory.advertise(silent.endpoint)
+        await rig.start_broker()
+        await silent.connection()
+        await until(lambda: rig.bus.feeds[0].current is not None)
+        await loop().advance(31)
+        await until(lambda: rig.bus.counts.bad_publishers["handshake"] == 1)
+    await silent.stop()
+
+
+@in_a_loop
+async def test_a_publisher_that_answers_no_ping_is_let_go() -> None:
+    quiet = Publisher()
+    await quiet.start()
+    async with routing(subscriptions=(Subscription(quiet.endpoint, NAMESPACE, ("x",)),)) as rig:
+        rig.directory.advertise(quiet.endpoint)
+        await rig.start_broker()
+        connection = await quiet.connection()
+        connection.transport.write(GREETING + READY)
+        await rig.read()
+        await loop().advance(29)
+        assert b"PING" not in connection.received
+        await loop().advance(3)
+        await until(lambda: b"PING" in connection.received)
+        await loop().advance(100)
+        await until(lambda: rig.bus.counts.bad_publishers["silent"] == 1)
+    await quiet.stop()
+
+
+@in_a_loop
+async def test_halves_of_messages_of_many_publishers_take_only_so_much_together() -> None:
+    hostile = Publisher()
+    await hostile.start()
+    wanted = tuple(Subscription(hostile.endpoint, NAMESPACE, (f"t{number}",)) for number in range(8))
+    async with routing(subscriptions=wanted) as rig:
+        rig.bus.kept.limit_bytes = 3_000_000
+        rig.directory.advertise(hostile.endpoint)
+        await rig.start_broker()
+        await hostile.connection(8)
+        for each in hostile.connections:
+            each.transport.write(GREETING + READY + b"\x03" + (900_000).to_bytes(8, "big") + bytes(800_000))
+        await until(lambda: rig.bus.counts.bad_publishers["flood"] == 5)
+        assert rig.bus.kept.used_bytes <= 3_000_000
+        for feed in rig.bus.feeds:
+            feed.close()
+        assert rig.bus.kept.used_bytes == 0
+    await hostile.stop()
+
+
+@in_a_loop
+async def test_messages_that_are_no_events_are_counted_and_the_next_event_is_read() -> None:
+    publisher = ZmqPublisher()
+    async with routing(publisher) as rig:
+        await rig.start_broker()
+        await rig.read()
+        await rig.hear(publisher)
+        publisher.send(b"kv-events")
+        publisher.send(b"kv-events", bytes(8), bytes(8), b"\x02\0\0\0\0")
+        publisher.send(b"kv-events", bytes(8), bytes(8), b"\x01\0\0\0\x01\xc1")
+        await rig.hear(publisher)
+        assert {kind: number for kind, number in rig.bus.counts.bad_events.items() if number} == {
+            "parts": 1,
+            "version": 1,
+            "envelope": 1,
+        }

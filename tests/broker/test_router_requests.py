@@ -1,0 +1,335 @@
+"""What a router answers to requests of HTTP/2 that are right, wrong, and meant to hurt it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import h2.config
+import h2.connection
+import h2.errors
+import h2.events
+import pytest
+from bus_rig import NAMESPACE, TOKEN, authority, in_a_loop, loop, until
+from router_rig import RouterRig, routing
+
+from kura_shaper.broker.protocol.codec import FrameDecoder, UnknownFrame, encode, encode_object
+from kura_shaper.broker.protocol.frames import (
+    Error,
+    Frame,
+    Heartbeat,
+    Hello,
+    Software,
+    StreamOpened,
+    Subscribe,
+    Welcome,
+    ZmqEndpoint,
+)
+from kura_shaper.broker.protocol.limits import MEDIA_TYPE, Limits
+from kura_shaper.broker.router.health import RouterHealth
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+HELLO = Hello(
+    client_id="raw",
+    instance_id="0" * 32,
+    kubernetes_namespace="gpu",
+    dynamo_namespaces=(NAMESPACE,),
+    limits=Limits(),
+    software=Software("test", "0"),
+)
+
+
+class RawClient:
+    """A client of HTTP/2 that does what it is told."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self.writer = reader, writer
+        self.h2 = h2.connection.H2Connection(
+            h2.config.H2Configuration(
+                client_side=True,
+                header_encoding="utf-8",
+                validate_outbound_headers=False,
+                normalize_outbound_headers=False,
+            )
+        )
+        self.h2.initiate_connection()
+        self.answers: dict[int, dict[str, str]] = {}
+        self.bodies: dict[int, bytes] = {}
+        self.ended: set[int] = set()
+        self.is_closed = False
+        self._decoder = FrameDecoder()
+        self.frames: list[Frame | UnknownFrame] = []
+        self.session_http_id = 0
+        self._task = asyncio.ensure_future(self._read())
+        self.flush()
+
+    async def _read(self) -> None:
+        try:
+            while data := await self._reader.read(65_536):
+                for event in self.h2.receive_data(data):
+                    self._take(event)
+                self.flush()
+        except (OSError, h2.exceptions.ProtocolError):
+            pass
+        self.is_closed = True
+
+    def _take(self, event: h2.events.Event) -> None:
+        match event:
+            case h2.events.ResponseReceived(stream_id=http_id):
+                self.answers[http_id or 0] = {str(name): str(value) for name, value in event.headers or ()}
+            case h2.events.DataReceived(stream_id=http_id):
+                self.h2.acknowledge_received_data(event.flow_controlled_length or 0, http_id or 0)
+                self.bodies[http_id or 0] = self.bodies.get(http_id or 0, b"") + (event.data or b"")
+                if http_id == self.session_http_id:
+                    self._decoder.feed(event.data or b"")
+                    while (frame := self._decoder.next_frame()) is not None:
+                        self.frames.append(frame)
+            case h2.events.StreamEnded(stream_id=http_id) | h2.events.StreamReset(stream_id=http_id):
+                self.ended.add(http_id or 0)
+            case h2.events.ConnectionTerminated():
+                self.is_closed = True
+
+    def flush(self) -> None:
+        self.writer.write(self.h2.data_to_send())
+
+    def request(self, path: str = "/bus/v1/session", **headers: str) -> int:
+        """Send a request's head and return its id."""
+        told = {
+            ":method": "POST",
+            ":scheme": "https",
+            ":authority": "localhost",
+            ":path": path,
+            "authorization": f"Bearer {TOKEN}",
+            "content-type": MEDIA_TYPE,
+        }
+        told |= {name.replace("_", "-"): value for name, value in headers.items()}
+        http_id = self.h2.get_next_available_stream_id()
+        self.h2.send_headers(http_id, [(name, value) for name, value in told.items() if value])
+        self.flush()
+        return http_id
+
+    def send(self, http_id: int, data: bytes, *, end: bool = False) -> None:
+        self.h2.send_data(http_id, data, end_stream=end)
+        self.flush()
+
+    async def status(self, http_id: int) -> int:
+        await until(lambda: http_id in self.answers)
+        return int(self.answers[http_id][":status"])
+
+    async def session(self, hello: Hello = HELLO) -> Welcome:
+        """Have a session."""
+        self.session_http_id = self.request()
+        self.send(self.session_http_id, encode(hello))
+        await until(lambda: bool(self.frames))
+        welcome = self.frames[0]
+        assert isinstance(welcome, Welcome), welcome
+        return welcome
+
+    async def frame(self, kind: type) -> Frame | UnknownFrame:
+        await until(lambda: any(isinstance(each, kind) for each in self.frames))
+        return next(each for each in self.frames if isinstance(each, kind))
+
+    async def close(self) -> None:
+        self.writer.transport.abort()
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def client(rig: RouterRig, *, alpn: tuple[str, ...] = ("h2",)) -> AsyncIterator[RawClient]:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    authority().configure_trust(context)
+    context.set_alpn_protocols(list(alpn))
+    reader, writer = await asyncio.open_connection("127.0.0.1", rig.bus.port, ssl=context, server_hostname="localhost")
+    made = RawClient(reader, writer)
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"authorization": f"bearer {TOKEN}"}, 200),
+        ({"authorization": ""}, 401),
+        ({"authorization": TOKEN}, 401),
+        ({"authorization": "Bearer wrong"}, 401),
+        ({"authorization": "Basic eDp5"}, 401),
+        ({"path": "/"}, 404),
+        ({"path": "/bus/v1/sessions"}, 404),
+        ({"path": "/bus/v2/session"}, 404),
+        ({":method": "GET"}, 405),
+        ({"content-type": "application/json"}, 415),
+        ({"x-bus-protocol": "2"}, 426),
+        ({"path": "/bus/v1/streams/s1"}, 410),
+        ({"path": "/bus/v1/streams/s1", "x-bus-session": "none"}, 410),
+    ],
+)
+def test_each_refusal_has_its_status(headers: dict[str, str], status: int) -> None:
+    @in_a_loop
+    async def run() -> None:
+        async with routing() as rig, client(rig) as raw:
+            assert await raw.status(raw.request(**headers)) == status
+
+    run()
+
+
+@in_a_loop
+async def test_a_stream_is_claimed_once_and_only_by_its_own_session() -> None:
+    async with routing() as rig, client(rig) as raw:
+        welcome = await raw.session()
+        mine = {"x-bus-session": welcome.session_id, "content-type": "application/octet-stream"}
+        unknown = raw.request("/bus/v1/streams/nobody", **mine)
+        assert await raw.status(unknown) == 404
+        await until(lambda: unknown in raw.ended)
+        assert json.loads(raw.bodies[unknown]) == {"code": "unknown_stream"}
+        consumer = Silent()
+        rig.bus.by_client["raw"].subscribe(ZmqEndpoint("tcp://10.0.0.1:5", NAMESPACE), consumer)
+        asked = await raw.frame(Subscribe)
+        assert isinstance(asked, Subscribe)
+        first = raw.request(f"/bus/v1/streams/{asked.stream_id}", **mine)
+        assert await raw.status(first) == 200
+        assert await raw.status(raw.request(f"/bus/v1/streams/{asked.stream_id}", **mine)) == 409
+        raw.send(raw.session_http_id, encode(StreamOpened(asked.stream_id)))
+        raw.send(first, b"hello", end=True)
+        await until(lambda: consumer.said == [b"hello", "upstream_closed"])
+        await until(lambda: first in raw.ended)
+
+
+class Silent:
+    """A consumer that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.said: list[bytes | str] = []
+
+    def on_open(self) -> None:
+        pass
+
+    def on_bytes(self, data: bytes, credit_bytes: int) -> None:
+        self.said.append(data)
+
+    def on_sent(self) -> None:
+        pass
+
+    def on_over(self, end: object) -> None:
+        self.said.append(str(end.ending))  # type: ignore[attr-defined]
+
+
+@in_a_loop
+async def test_without_http2_nothing_is_served() -> None:
+    async with routing() as rig, client(rig, alpn=("http/1.1",)) as raw:
+        await until(lambda: raw.is_closed)
+        assert rig.bus.counts.connections == 0
+
+
+@in_a_loop
+async def test_a_client_that_guesses_tokens_is_not_served_for_long() -> None:
+    async with routing() as rig, client(rig) as raw:
+        for _ in range(20):
+            if not raw.is_closed:
+                raw.request(authorization="Bearer guess")
+                await asyncio.sleep(0.01)
+        await until(lambda: raw.is_closed)
+        assert rig.bus.counts.answers["401"] == 16
+
+
+@in_a_loop
+async def test_a_connection_on_which_nothing_happens_is_closed() -> None:
+    async with routing() as rig, client(rig) as raw:
+        await until(lambda: bool(rig.bus._connections))
+        await loop().advance(10.5)
+        await until(lambda: raw.is_closed)
+        await until(lambda: not rig.bus._connections)
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (b"\xff\xff\xff\xff", "protocol_error"),
+        (b"\0\0\0\x02{]", "protocol_error"),
+        (encode(Heartbeat(1)), "protocol_error"),
+        (encode(HELLO) * 2, "protocol_error"),
+        (encode_object({"type": "hello"}), "protocol_error"),
+    ],
+)
+def test_frames_that_are_none_end_the_session_and_the_client_is_told(data: bytes, code: str) -> None:
+    @in_a_loop
+    async def run() -> None:
+        async with routing() as rig, client(rig) as raw:
+            raw.session_http_id = raw.request()
+            raw.send(raw.session_http_id, data)
+            error = await raw.frame(Error)
+            assert isinstance(error, Error)
+            assert error.code == code
+            await until(lambda: raw.session_http_id in raw.ended)
+            assert not rig.bus.by_client
+            assert rig.bus.counts.session_ends[code] == 1
+
+    run()
+
+
+@in_a_loop
+async def test_a_hello_that_does_not_come_ends_it_after_ten_seconds() -> None:
+    async with routing() as rig, client(rig) as raw:
+        raw.session_http_id = raw.request()
+        assert await raw.status(raw.session_http_id) == 200
+        await loop().advance(10.5)
+        error = await raw.frame(Error)
+        assert isinstance(error, Error)
+        assert error.code == "idle_timeout"
+
+
+@in_a_loop
+async def test_a_role_that_there_is_none_of_is_refused_and_a_listener_is_welcomed() -> None:
+    async with routing() as rig:
+        async with client(rig) as raw:
+            await raw.session(replace(HELLO, role="kv_listener"))
+            raw.send(raw.session_http_id, encode_object({"type": "announce", "source": "b0"}))
+            await until(lambda: rig.bus.counts.frames_ignored == 1)
+            assert rig.bus.choose(NAMESPACE) is None
+        async with client(rig) as raw:
+            raw.session_http_id = raw.request()
+            raw.send(raw.session_http_id, encode(replace(HELLO, role="other")))
+            error = await raw.frame(Error)
+            assert isinstance(error, Error)
+            assert error.code == "invalid_hello"
+
+
+@in_a_loop
+async def test_more_clients_than_may_be_are_told_to_come_later() -> None:
+    async with routing(max_sessions=1) as rig, client(rig) as first, client(rig) as second:
+        await first.session()
+        second.session_http_id = second.request()
+        second.send(second.session_http_id, encode(replace(HELLO, client_id="two")))
+        error = await second.frame(Error)
+        assert isinstance(error, Error)
+        assert (error.code, error.retry_after_ms) == ("overloaded", 5_000)
+
+
+@in_a_loop
+async def test_streams_that_are_reset_as_fast_as_they_are_opened_leave_nothing() -> None:
+    async with routing() as rig, client(rig) as raw:
+        await raw.session()
+        for _ in range(500):
+            http_id = raw.request("/bus/v1/streams/x", x_bus_session="none")
+            raw.h2.reset_stream(http_id, h2.errors.ErrorCodes.CANCEL)
+            raw.flush()
+        await until(lambda: rig.bus.counts.answers["410"] >= 400)
+        (connection,) = rig.bus._connections
+        assert connection.link.http.open_bodies == 1
+        assert rig.bus.by_client
+
+
+@in_a_loop
+async def test_a_token_is_in_no_status() -> None:
+    async with routing() as rig, client(rig) as raw:
+        await raw.session()
+        assert TOKEN not in json.dumps(RouterHealth(rig.bus).status(), default=str)

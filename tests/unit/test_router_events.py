@@ -1,0 +1,195 @@
+"""Dynamo's events in messages, numbers that jump, and events as lines."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kura_shaper.broker.router.dynamo import Event, EventError, EventFault, decode_event, encode_event, shown_payload
+from kura_shaper.broker.router.output import WAITING_MAX, LineOutput
+from kura_shaper.broker.router.sequences import Arrival, Sequences
+
+EVENT = Event("kv-events", 2**64 - 1, 7, 1_700_000_000_123, b"\x81\xa1k\x01")
+# As `rmp_serde::to_vec_named` writes the envelope of EVENT with a field that newer workers have.
+ENVELOPE = (
+    b"\x86\xacpublisher_id\xcf" + b"\xff" * 8 + b"\xa8sequence\x07\xacpublished_at\xcf\x00\x00\x01\x8b\xcf\xe5\x68\x7b"
+    b"\xa5topic\xa9kv-events\xa7payload\xc4\x04\x81\xa1k\x01\xafpublished_at_ns\xcf\x17\x97\x9c\xfe\x36\x2a\x00\x00"
+)
+
+
+def message(envelope: bytes = ENVELOPE, *, version: int = 1, length: int | None = None) -> list[bytes]:
+    frame = bytes((version,)) + (len(envelope) if length is None else length).to_bytes(4, "big") + envelope
+    return [b"kv-events", b"\xff" * 8, (7).to_bytes(8, "big"), frame]
+
+
+def fault_of(parts: list[bytes]) -> EventFault:
+    with pytest.raises(EventError) as raised:
+        decode_event(parts)
+    return raised.value.fault
+
+
+def test_an_event_is_read_as_a_worker_writes_it() -> None:
+    assert decode_event(message()) == EVENT
+
+
+def test_what_is_written_is_read_back() -> None:
+    assert decode_event(encode_event(EVENT)) == EVENT
+
+
+@pytest.mark.parametrize(
+    ("parts", "fault"),
+    [
+        ([], EventFault.PARTS),
+        (message()[:3], EventFault.PARTS),
+        ([*message(), b""], EventFault.PARTS),
+        ([b"t", b"1234567", *message()[2:]], EventFault.PARTS),
+        ([b"t" * 2_000, *message()[1:]], EventFault.TOPIC),
+        ([b"\xff\xfe", *message()[1:]], EventFault.ENVELOPE),
+        ([*message()[:3], b"\x01\0\0"], EventFault.LENGTH),
+        (message(version=2), EventFault.VERSION),
+        (message(length=len(ENVELOPE) + 1), EventFault.LENGTH),
+        (message(length=len(ENVELOPE) - 1), EventFault.ENVELOPE),
+        (message(b""), EventFault.ENVELOPE),
+        (message(b"\x91" * 100_000), EventFault.ENVELOPE),
+        (message(b"\xdf\xff\xff\xff\xff"), EventFault.ENVELOPE),
+        (message(b"\x81\xa1x" + b"\x91" * 100_000 + b"\x01"), EventFault.ENVELOPE),
+        ([b"kv-events", bytes(8), *message()[2:]], EventFault.MISMATCH),
+        ([*message()[:2], bytes(8), message()[3]], EventFault.MISMATCH),
+    ],
+)
+def test_a_message_that_is_no_event_is_told_apart(parts: list[bytes], fault: EventFault) -> None:
+    assert fault_of(parts) is fault
+
+
+@given(st.lists(st.binary(max_size=64), max_size=6))
+def test_any_message_is_an_event_or_none(parts: list[bytes]) -> None:
+    with pytest.raises(EventError):
+        decode_event(parts)
+
+
+def test_a_payload_is_shown_as_what_it_says_or_as_its_bytes() -> None:
+    def shown(payload: bytes) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(msgspec.json.encode(shown_payload(payload)))
+        return found
+
+    assert shown(msgspec.msgpack.encode({"blocks": [2**64 - 1], "raw": b"\0"})) == {
+        "payload": {"blocks": [2**64 - 1], "raw": "AA=="}
+    }
+    for odd in (b"", b"\xc1", b"\xd4\x05\x00", b"\x81\x91\x01\x02", b"\x91" * 100_000):
+        assert list(shown(odd)) == ["payload_base64"]
+
+
+# Numbers.
+
+
+def test_a_number_that_jumps_says_how_many_are_missing() -> None:
+    made = Sequences()
+    found = [made.note(1, "t", number, overlaps=False) for number in (5, 6, 9, 10)]
+    assert found == [(Arrival.FIRST, 0), (Arrival.NEXT, 0), (Arrival.AFTER_A_GAP, 2), (Arrival.NEXT, 0)]
+    assert made.known[1, "t"].missed == 2
+
+
+def test_each_publisher_and_topic_is_counted_for_itself() -> None:
+    made = Sequences()
+    assert {made.note(publisher, topic, 3, overlaps=False)[0] for publisher in (1, 2) for topic in "ab"} == {
+        Arrival.FIRST
+    }
+
+
+def test_a_lower_number_is_a_repetition_while_two_streams_overlap_and_a_new_beginning_else() -> None:
+    made = Sequences()
+    made.note(1, "t", 10, overlaps=False)
+    assert made.note(1, "t", 9, overlaps=True)[0] is Arrival.DUPLICATE
+    assert made.note(1, "t", 10, overlaps=False)[0] is Arrival.DUPLICATE
+    assert made.note(1, "t", 11, overlaps=True)[0] is Arrival.NEXT
+    assert made.note(1, "t", 0, overlaps=False)[0] is Arrival.RESTARTED
+    assert made.note(1, "t", 1, overlaps=False)[0] is Arrival.NEXT
+    assert made.known[1, "t"].restarts == 1
+
+
+def test_of_publishers_without_end_the_longest_unheard_is_forgotten() -> None:
+    made = Sequences(most=100)
+    for publisher in range(10_000):
+        made.note(publisher, "t", 0, overlaps=False)
+    assert len(made.known) == 100
+    assert made.forgotten == 9_900
+
+
+# Lines.
+
+
+def written(event: Event, *, as_json: bool) -> bytes:
+    stream = io.BytesIO()
+    output = LineOutput(stream, as_json=as_json)
+    assert output.put(event, endpoint="tcp://10.0.0.1:5", missed=3)
+    output.close()
+    return stream.getvalue()
+
+
+def test_an_event_is_one_object_in_one_line() -> None:
+    line = written(EVENT, as_json=True)
+    assert line.endswith(b"}\n")
+    assert json.loads(line) == {
+        "endpoint": "tcp://10.0.0.1:5",
+        "topic": "kv-events",
+        "publisher_id": 2**64 - 1,
+        "sequence": 7,
+        "published_at_ms": 1_700_000_000_123,
+        "missed_before": 3,
+        "payload": {"k": 1},
+    }
+
+
+def test_a_hostile_topic_stays_one_line_and_off_the_terminal() -> None:
+    hostile = Event("\x1b[2J\nx\u202e", 1, 1, 0, b"")
+    for as_json in (True, False):
+        line = written(hostile, as_json=as_json)
+        assert line.count(b"\n") == 1
+        assert b"\x1b" not in line
+
+
+class Stuck(io.BytesIO):
+    """A reader that reads nothing until it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on, self.is_stuck = threading.Event(), threading.Event()
+
+    def writelines(self, lines: Any) -> None:
+        self.is_stuck.set()
+        self.goes_on.wait(10)
+        super().writelines(lines)
+
+
+def test_a_reader_that_reads_nothing_costs_events_beyond_a_bound_and_no_waiting() -> None:
+    stream = Stuck()
+    output = LineOutput(stream, as_json=True)
+    output.put(EVENT, endpoint="e", missed=0)
+    stream.is_stuck.wait(10)
+    taken = sum(output.put(EVENT, endpoint="e", missed=0) for _ in range(WAITING_MAX + 100))
+    assert taken == WAITING_MAX
+    stream.goes_on.set()
+    output.close()
+    assert stream.getvalue().count(b"\n") == WAITING_MAX + 1
+
+
+class Gone(io.BytesIO):
+    """A reader that has left."""
+
+    def writelines(self, lines: Any) -> None:
+        raise BrokenPipeError
+
+
+def test_a_reader_that_left_is_no_error() -> None:
+    output = LineOutput(Gone(), as_json=True)
+    output.put(EVENT, endpoint="e", missed=0)
+    output.close()
+    assert output.is_broken
+    assert not output.put(EVENT, endpoint="e", missed=0)

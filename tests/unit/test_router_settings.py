@@ -1,0 +1,152 @@
+"""A router's settings, its tokens and its certificate."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+import trustme
+
+from kura_shaper.broker.credentials import CredentialError
+from kura_shaper.broker.entries import SettingsError
+from kura_shaper.broker.router.counts import RouterCounts
+from kura_shaper.broker.router.credentials import ServerCredentials
+from kura_shaper.broker.router.faults import Fault, FaultStep
+from kura_shaper.broker.router.settings import Subscription, load_settings
+from kura_shaper.cli.main import app
+from kura_shaper.tenants.document import Endpoint
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WHOLE = """
+listen: 0.0.0.0:8443
+certificate: {0}/tls.crt
+private_key: {0}/tls.key
+token_file: {0}/tokens
+path_prefix: /gpu/
+subscriptions:
+  - {{endpoint: "tcp://10.244.1.7:41235", dynamo_namespace: dynamo, topics: [kv_metrics, kv-events]}}
+  - {{endpoint: "tcp://[FD00::7]:5557", dynamo_namespace: dynamo, topics: [""], expose: 127.0.0.1:5557}}
+max_streams: 32
+stream_window: 1MiB
+heartbeat_interval: 5s
+idle_timeout: 15s
+faults:
+  - {{after: 500ms, do: goaway}}
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    issued = trustme.CA().issue_cert("router.test")
+    (tmp_path / "tls.crt").write_bytes(b"".join(pem.bytes() for pem in issued.cert_chain_pems))
+    (tmp_path / "tls.key").write_bytes(issued.private_key_pem.bytes())
+    (tmp_path / "tokens").write_text("old-secret\n\nnew-secret\n")
+    (tmp_path / "c.yaml").write_text(WHOLE.format(tmp_path))
+    return tmp_path
+
+
+def problems(place: Path, text: str) -> tuple[str, ...]:
+    (place / "c.yaml").write_text(text)
+    with pytest.raises(SettingsError) as raised:
+        load_settings(place / "c.yaml")
+    return raised.value.problems
+
+
+def test_everything_is_read(place: Path) -> None:
+    found = load_settings(place / "c.yaml")
+    assert found.listen == Endpoint("0.0.0.0", 8443)
+    assert found.path_prefix == "/gpu"
+    assert found.subscriptions == (
+        Subscription("tcp://10.244.1.7:41235", "dynamo", ("kv_metrics", "kv-events")),
+        Subscription("tcp://[fd00::7]:5557", "dynamo", ("",), Endpoint("127.0.0.1", 5557)),
+    )
+    assert found.stream_window_bytes == 1 << 20
+    assert found.faults == (FaultStep(500, Fault.GOAWAY),)
+
+
+def test_everything_that_is_wrong_is_said_at_once_with_its_place(place: Path) -> None:
+    found = problems(
+        place,
+        "listen: 8443\ncertificate: /c\nfoo: 1\nmax_streams: 0\nidle_timeout: 10s\nstream_window: 1KiB\n"
+        "subscriptions:\n  - {endpoint: tcp://127.1:5, dynamo_namespace: d, topics: [a]}\n",
+    )
+    assert [line.split(": ")[1] for line in found] == [
+        "foo",
+        "listen",
+        "subscriptions[0].endpoint",
+        "max_streams",
+        "stream_window",
+        "private_key",
+        "token_file",
+        "idle_timeout",
+    ]
+
+
+def test_a_subscription_that_nobody_reads_and_a_port_that_two_want_are_refused(place: Path) -> None:
+    whole = WHOLE.format(place)
+    (nobody,) = problems(place, whole.replace(", topics: [kv_metrics, kv-events]", ""))
+    assert "read by nobody" in nobody
+    (twice,) = problems(place, whole.replace("topics: [kv_metrics, kv-events]", "expose: 127.0.0.1:5557"))
+    assert "expose one address twice" in twice
+
+
+def test_any_of_the_tokens_is_let_in_and_nothing_else(place: Path) -> None:
+    made = ServerCredentials(load_settings(place / "c.yaml"))
+    made.load()
+    assert [
+        made.is_allowed(each) for each in ("old-secret", "new-secret", "", "new-secre", "new-secret ", "\udcff")
+    ] == [
+        *(True, True),
+        *(False, False, False, False),
+    ]
+
+
+def test_tokens_and_certificate_are_replaced_while_it_runs_and_bad_ones_are_not_taken(place: Path) -> None:
+    made, counts = ServerCredentials(load_settings(place / "c.yaml")), RouterCounts()
+    made.load()
+    before = made.context
+    (place / "tokens").write_text("third")
+    made.reload(counts)
+    assert made.context is before
+    assert made.is_allowed("third")
+    assert not made.is_allowed("old-secret")
+    (place / "tokens").write_text("")
+    (place / "tls.crt").write_text("no PEM")
+    made.reload(counts)
+    assert made.context is before
+    assert made.is_allowed("third")
+    issued = trustme.CA().issue_cert("router.test")
+    (place / "tls.crt").write_bytes(b"".join(pem.bytes() for pem in issued.cert_chain_pems))
+    (place / "tls.key").write_bytes(issued.private_key_pem.bytes())
+    made.reload(counts)
+    assert made.context is not before
+    assert counts.credential_reloads == {"ok": 1, "failed": 2}
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n", b"a b\n", b"tok\x00en", b"a\n" * 65, b"x" * (64 * 16 * 1024 + 1)])
+def test_a_token_file_that_can_not_be_used_is_refused_and_not_repeated(place: Path, content: bytes) -> None:
+    (place / "tokens").write_bytes(content)
+    with pytest.raises(CredentialError) as raised:
+        ServerCredentials(load_settings(place / "c.yaml")).read_tokens()
+    assert raised.value.key == "token_file"
+    assert "tok" not in str(raised.value).replace("token", "")
+
+
+def test_a_key_of_another_certificate_is_refused(place: Path) -> None:
+    (place / "tls.key").write_bytes(trustme.CA().issue_cert("x").private_key_pem.bytes())
+    with pytest.raises(CredentialError):
+        ServerCredentials(load_settings(place / "c.yaml")).load()
+
+
+def test_check_config_says_fine_or_what_is_wrong(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["event-bus", "--config", str(place / "c.yaml"), "--check-config"]
+    app(line, standalone_mode=False)
+    assert capsys.readouterr().out == f"{place}/c.yaml: fine\n"
+    (place / "tokens").unlink()
+    assert app([*line, "--json"], standalone_mode=False) == 2
+    said = json.loads(capsys.readouterr().out)
+    assert not said["valid"]
+    assert said["problems"][0].startswith("token_file: could not be read")
