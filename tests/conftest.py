@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 from pyroute2 import IPRoute
 
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from kura_shaper.tree.build import Capabilities
     from kura_shaper.tree.model import Device
 
+# How long an example takes says more of the machine than of the code.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 _IFA_F_NODAD = 0x02
 _TX_QUEUES = 4
 

@@ -67,9 +67,11 @@ from kura_shaper.tree.operations import (
     SetTcx,
     SetXps,
 )
+from kura_shaper.tree.params import TRICKLE_MIN
 from kura_shaper.tree.preflight import Permission
 from kura_shaper.tree.snapshot import Snapshot, Unknown
 from kura_shaper.tree.steer import steering_in_force
+from kura_shaper.units import Rate
 
 if TYPE_CHECKING:
     from kura_shaper.tree.operations import Operation
@@ -263,7 +265,9 @@ def changes(draw: st.DrawFn) -> tuple[Case, Case]:
     after = draw(mq_cases(shaped_max=4))
     marks = before.document.marks
     kept = tuple(t for t in after.document.tenants if t.class_id <= marks.class_id_max)
-    budget = max(after.settings.budget, before.settings.budget)
+    # Each was drawn with a trickle for our classes on its own number of queues, and both are on those of the first.
+    ours = 2 * before.settings.shaped_queues * TRICKLE_MIN.bits_per_second
+    budget = Rate(max(after.settings.budget, before.settings.budget).bits_per_second + ours)
     # One kernel; the kind of a host queue's leaf has a test of its own, too.
     kernel = replace(before.capabilities, leaves=before.capabilities.leaves | after.capabilities.leaves)
     return replace(before, capabilities=kernel), replace(
