@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _GATEWAY = "haproxy"
 _STREAMS_MAX = 1_024
 _AGENT_PORT = 9469
+_PROTOCOLS = frozenset({"http1", "http2", "grpc"})
 
 
 def register(app: typer.Typer) -> None:
@@ -115,8 +116,15 @@ def verify(
         str, typer.Option("--live-from", metavar="CMD", help="With --live: what starts the client elsewhere, e.g. ssh.")
     ] = "",
     connect_to: Annotated[
-        str, typer.Option("--connect-to", metavar="A", help="With --live: the gateway's address.")
+        str, typer.Option("--connect-to", metavar="A,A", help="With --live: the gateway's addresses, e.g. v4 and v6.")
     ] = "",
+    protocols: Annotated[
+        str, typer.Option("--protocols", metavar="P,P", help="With --live: of http1, http2, grpc.")
+    ] = "http1",
+    control: Annotated[
+        list[str] | None,
+        typer.Option("--control", metavar="U", help="With --live: a URL of another way, shown beside, not judged."),
+    ] = None,
     ca_file: Annotated[
         Path | None, typer.Option("--ca-file", metavar="F", help="With --live: whom the client trusts.")
     ] = None,
@@ -160,12 +168,14 @@ def verify(
     asked_restart = restart_asked(after, restart, baseline=baseline, within_s=within)
     counts = _streams(streams) if live else (1,)
     with ExitStack() as stack:
-        where = Where(url, launcher=live_from, connect_to=connect_to, ca_file=ca_file)
-        load = _load(stack, where, counts, question, settings) if live else None
+        addresses = tuple(part for part in connect_to.split(",") if part)
+        where = Where(url, launcher=live_from, connect_to=addresses, ca_file=ca_file)
+        matrix = _Matrix(counts, _protocols(protocols), tuple(control or ()))
+        load, steps = _load(stack, where, matrix, question, settings) if live else (None, 1)
         files = _open_files(stack, junit=junit, html=html, bundle=bundle)
         asks = MasterSocket(master_socket) if master_socket else None
         reader = stack.enter_context(NodeReader(device, clock=SystemClock(), gateway=asks))
-        with WaitProgress(settings.duration_ms * len(counts)) as progress:
+        with WaitProgress(settings.duration_ms * steps) as progress:
 
             def once(earlier: Facts | None, with_load: LoadRun | None) -> Report:
                 now = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -190,14 +200,37 @@ def _streams(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def _load(stack: ExitStack, where: Where, counts: tuple[int, ...], question: Question, settings: Settings) -> LoadRun:
+def _protocols(text: str) -> tuple[str, ...]:
+    parts = tuple(dict.fromkeys(text.split(",")))
+    if not set(parts) <= _PROTOCOLS:
+        raise UsageError(f"--protocols {text[:64]!r} is no list of them", remedy="of http1, http2, grpc")
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """What load is made over: numbers of streams, protocols, and ways to compare with."""
+
+    streams: tuple[int, ...]
+    protocols: tuple[str, ...]
+    controls: tuple[str, ...]
+
+
+def _load(
+    stack: ExitStack, where: Where, matrix: _Matrix, question: Question, settings: Settings
+) -> tuple[LoadRun, int]:
+    """Return the load, and of how many steps it is."""
     if find_spec("h2") is None:
         raise UsageError("--live needs the lab's clients", remedy="pip install 'kura-shaper[lab]'")
-    from kura_shaper.cli.verify_live import TrafficClient
+    from kura_shaper.cli.verify_live import TrafficClient, ways_of
+    from kura_shaper.lab.traffic import Application
 
-    client = TrafficClient(question.document, where, duration_ms=settings.duration_ms)
-    stack.callback(client.close)
-    return LoadRun(client, counts)
+    applications = tuple(map(Application, matrix.protocols))
+    tenant, ways = ways_of(question.document, where, protocols=applications, controls=matrix.controls)
+    clients = [TrafficClient(tenant, w, ca_file=where.ca_file, duration_ms=settings.duration_ms) for w in ways]
+    for client in clients:
+        stack.callback(client.close)
+    return LoadRun(clients, matrix.streams), len(clients) * len(matrix.streams)
 
 
 @dataclass(frozen=True, slots=True)

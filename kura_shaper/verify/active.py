@@ -20,13 +20,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a client received over so many streams, all of which flowed, from start to end. Times are the node's."""
+    """What a client received over so many streams, all of which flowed, from start to end. Times are the node's.
+
+    path says which way, of words of our own and the number of the URL. A control goes a way that is not the
+    tenant's to be held on, such as from the node itself: it is shown beside the others and not judged.
+    """
 
     streams: int
     start_ns: int
     end_ns: int
     received_bytes: int
     failures: int = 0
+    path: str = ""
+    is_control: bool = False
 
     @property
     def duration_ns(self) -> int:
@@ -46,13 +52,13 @@ class Load:
 class Where:
     """What load is to ask for, and where it comes from.
 
-    launcher is the command that starts the client elsewhere ("" for here), connect_to the gateway's address
-    where its name has another, ca_file whom the client trusts.
+    launcher is the command that starts the client elsewhere ("" for here), connect_to the gateway's addresses
+    where its name has others (one for each version of IP), ca_file whom the client trusts.
     """
 
     url: str
     launcher: str = ""
-    connect_to: str = ""
+    connect_to: tuple[str, ...] = ()
     ca_file: Path | None = None
 
 
@@ -73,10 +79,10 @@ class LoadClient(Protocol):
 
 
 class LoadRun:
-    """A client's steps, one after the other, in a thread of their own."""
+    """The steps of one tenant's clients, one after the other, in a thread of their own."""
 
-    def __init__(self, client: LoadClient, streams: Sequence[int]) -> None:
-        self._client, self._streams = client, tuple(streams)
+    def __init__(self, clients: Sequence[LoadClient], streams: Sequence[int]) -> None:
+        self._clients, self._streams = tuple(clients), tuple(streams)
         self._steps: list[Step] = []
         self._failed = ""
         self._thread = threading.Thread(target=self._run, name="load", daemon=True)
@@ -93,11 +99,13 @@ class LoadRun:
     def result(self) -> Load | Unknown:
         """Wait for the end, and return what came of it."""
         self._thread.join()
-        return Unknown(self._failed) if self._failed else Load(self._client.tenant, tuple(self._steps))
+        return Unknown(self._failed) if self._failed else Load(self._clients[0].tenant, tuple(self._steps))
 
     def _run(self) -> None:
+        streams = 0
         try:
-            for streams in self._streams:
-                self._steps.append(self._client.run(streams))
+            for client in self._clients:
+                for streams in self._streams:
+                    self._steps.append(client.run(streams))
         except (KuraShaperError, OSError) as error:
             self._failed = f"no load over {streams} streams: {error}"

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 NIC = "nic0"
 NODE, WORLD = "10.71.0.1", "10.71.0.2"
+NODE6, WORLD6 = "fd71::1", "fd71::2"
 CEILING = Rate.parse("100M")
 # The budget is the device's, so that only the ceiling holds the tenant back.
 _BUDGET = Rate.parse("4G")
@@ -78,8 +79,10 @@ class Wire:
         self.rig = replace(near, clients=self.world, address=NODE)
         with closing(os.open(self.world.network, os.O_RDONLY | os.O_CLOEXEC)) as world, inside(near.namespace.network):
             _make_wire(world)
-        for namespace, device, address in ((near.namespace, NIC, NODE), (self.world, "up0", WORLD)):
+        ends = ((near.namespace, NIC, NODE, NODE6), (self.world, "up0", WORLD, WORLD6))
+        for namespace, device, address, address6 in ends:
             namespace.run("ip", "addr", "add", f"{address}/24", "dev", device)
+            namespace.run("ip", "addr", "add", f"{address6}/64", "dev", device, "nodad")
             namespace.run("ip", "link", "set", device, "up")
         with inside(near.namespace.network):
             self._client = TcClient()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 import gateway_rig
 import pytest
 from gateway_rig import VERSIONS
-from gateway_wire import BETA, DOCUMENT, NIC, NODE, Clients, Wire, gateway_on_a_wire, traffic
+from gateway_wire import BETA, CEILING, DOCUMENT, NIC, NODE, NODE6, Clients, Wire, gateway_on_a_wire, traffic
 
 from kura_shaper.clock import SystemClock
 from kura_shaper.haproxy.master import MasterSocket
@@ -122,7 +121,7 @@ def test_a_gateway_that_can_not_mark_is_named_and_so_is_what_follows_from_it(ver
     assert codes == {"gateway-cant-mark", "unattributed-bytes", "socket-unmarked"}
 
 
-def test_load_from_outside_over_one_stream_and_over_many_is_held_by_the_same_ceiling(
+def test_load_from_outside_is_held_by_one_ceiling_over_every_protocol_family_and_number_of_streams(
     wire: Wire, tmp_path: Path
 ) -> None:
     """The whole command, in the node's namespace, with its client in the world."""
@@ -130,18 +129,29 @@ def test_load_from_outside_over_one_stream_and_over_many_is_held_by_the_same_cei
     document.write_text(_document_text())
     command = [
         *(sys.executable, "-m", "kura_shaper", "verify", "--tenants", str(document), "--device", NIC),
-        *("--budget", "4G", "--json", "--accept", "retransmits-high", "--duration", "1.5"),
-        *("--live", "--url", "https://acme.kura.test/object/268435456", "--streams", "1,4", "--connect-to", NODE),
+        *("--budget", "4G", "--json", "--accept", "retransmits-high", "--duration", "0.8"),
+        *("--live", "--url", "https://acme.kura.test/object/268435456", "--streams", "1,4"),
+        *("--connect-to", f"{NODE},{NODE6}", "--protocols", "http1,http2,grpc"),
+        # From the node itself to a server on it: what never leaves has no ceiling.
+        *("--control", "http://127.0.0.1:4000/object/268435456"),
         *("--ca-file", str(wire.rig.ca_file), "--live-from", f"nsenter --net={wire.world.network}"),
     ]
     argv = ["nsenter", f"--net={wire.near.namespace.network}", *command]
-    ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=90, check=False)
     assert ended.returncode == 0, (ended.stdout[-3000:], ended.stderr)
-    (live,) = [check for check in json.loads(ended.stdout)["checks"] if check["name"] == "live"]
+    report = json.loads(ended.stdout)
+    (live,) = [check for check in report["checks"] if check["name"] == "live"]
     assert live["outcome"] == "holds", live
-    rates = [float(number) for number in re.findall(r"streams ([0-9.]+) Mbit/s", live["seen"])]
-    assert len(rates) == 2
-    assert all(rate <= 101.0 for rate in rates), live
+    rows = {(row["path"], row["streams"]): row for row in report["live"]}
+    paths = [f"{protocol} {family}" for family in ("IPv4", "IPv6") for protocol in ("http1", "http2", "grpc")]
+    assert list(rows) == [(path, streams) for path in (*paths, "control 1 IPv4") for streams in (1, 4)]
+    for row in rows.values():
+        if row["is_control"]:
+            assert row["received_bits_per_second"] > 2 * CEILING.bits_per_second
+            assert row["class_bits_per_second"] < row["received_bits_per_second"] // 10
+        else:
+            assert row["received_bits_per_second"] <= CEILING.scaled(101, 100).bits_per_second
+            assert row["class_bits_per_second"] >= row["received_bits_per_second"] * 9 // 10
 
 
 def _document_text() -> str:

@@ -95,7 +95,7 @@ class Client:
 
 def test_steps_are_made_one_after_the_other_and_a_client_that_fails_is_unknown() -> None:
     for streams, found in (((1, 8), [1, 8]), ((1, 4), None)):
-        load = LoadRun(Client(), streams)
+        load = LoadRun((Client(),), streams)
         load.start()
         made = load.result()
         assert load.is_over

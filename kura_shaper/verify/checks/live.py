@@ -53,8 +53,10 @@ def _live(observed: Observed) -> Judged:
     series = None if isinstance(traffic, Judged) else traffic.sent.get(tenant.class_id)
     for step in load.steps:
         rate = Rate(step.received_bytes * _BITS_PER_BYTE_S // max(1, step.duration_ns))
-        words = f"{step.streams} streams {rate.mbps:.1f} Mbit/s"
-        seen.append(words)
+        words = f"{step.path} {step.streams} streams {rate.mbps:.1f} Mbit/s".lstrip()
+        seen.append(f"{words} (a control)" if step.is_control else words)
+        if step.is_control:
+            continue
         findings += _over(tenant, spec, step, rate, observed)
         findings += _elsewhere(tenant, series, step)
         if not findings and rate.bits_per_second * 100 < tenant.ceiling.bits_per_second * _PUT_TO_THE_TEST_PERCENT:
@@ -73,7 +75,8 @@ def _over(tenant: Tenant, spec: HtbClass | None, step: Step, rate: Rate, observe
     percent = rate.bits_per_second * 100 // max(1, tenant.ceiling.bits_per_second)
     of_ceiling = f"{percent} % of its ceiling {tenant.ceiling}"
     message = f"{tenant.name}: {rate.mbps:.1f} Mbit/s over {step.streams} streams, {of_ceiling}"
-    evidence = {
+    evidence: dict[str, int | str | tuple[str, ...]] = {
+        "path": step.path,
         "streams": step.streams,
         "received_bytes": step.received_bytes,
         "allowed_bytes": most,
@@ -85,17 +88,22 @@ def _over(tenant: Tenant, spec: HtbClass | None, step: Step, rate: Rate, observe
 def _elsewhere(tenant: Tenant, series: Series | None, step: Step) -> list[Finding]:
     if series is None:
         return []
-    counted = _counted(series.readings, step)
+    counted = counted_bytes(series.readings, step)
     lost = step.received_bytes - counted
     if lost <= _MISSING_BYTES or lost * 100 <= step.received_bytes * _MISSING_PERCENT:
         return []
     received = f"a client received {in_words(step.received_bytes)} over {step.streams} streams"
     message = f"{tenant.name}: {received}, its class counted {in_words(counted)}"
-    evidence = {"streams": step.streams, "received_bytes": step.received_bytes, "class_bytes": counted}
+    evidence: dict[str, int | str | tuple[str, ...]] = {
+        "path": step.path,
+        "streams": step.streams,
+        "received_bytes": step.received_bytes,
+        "class_bytes": counted,
+    }
     return [Finding(LIVE_NOT_IN_CLASS, message, tenant.name, evidence)]
 
 
-def _counted(readings: tuple[Reading, ...], step: Step) -> int:
+def counted_bytes(readings: tuple[Reading, ...], step: Step) -> int:
     """Return the most that a class can have sent in a step: between the last reading before and the first after it."""
     before = [reading for reading in readings if reading.at_ns <= step.start_ns] or [readings[0]]
     after = [reading for reading in readings if reading.at_ns >= step.end_ns] or [readings[-1]]

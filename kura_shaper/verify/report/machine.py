@@ -11,6 +11,8 @@ from xml.etree import ElementTree as ET
 from kura_shaper import __version__
 from kura_shaper.tree.observe import shape_in_force
 from kura_shaper.tree.snapshot import Snapshot, Unknown
+from kura_shaper.verify.active import Load
+from kura_shaper.verify.checks.live import counted_bytes
 from kura_shaper.verify.observed import Traffic
 from kura_shaper.verify.values import Outcome
 
@@ -39,6 +41,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "accepted": [_finding(finding) for finding in report.accepted],
         "checks": [_result(result) for result in report.results],
         "tenants": _tenants(report),
+        "live": live_rows(report),
         "facts": _facts(report),
         "before": asdict(report.before) if report.before else None,
     }
@@ -92,6 +95,31 @@ def _tenants(report: Report) -> list[dict[str, Any]]:
                     "ms": round(worst.duration_ms, 1),
                     "bits_per_second": worst.rate.bits_per_second,
                 },
+            }
+        )
+    return rows
+
+
+def live_rows(report: Report) -> list[dict[str, Any]]:
+    """Return each step of the load from outside: what its client received, and what the tenant's class counted."""
+    load, traffic = report.observed.load, report.observed.traffic
+    if not isinstance(load, Load):
+        return []
+    tenants = report.observed.question.document.tenants
+    class_id = next((tenant.class_id for tenant in tenants if tenant.name == load.tenant), None)
+    series = traffic.sent.get(class_id) if isinstance(traffic, Traffic) and class_id else None
+    rows = []
+    for step in load.steps:
+        duration_ns = max(1, step.duration_ns)
+        counted = counted_bytes(series.readings, step) if series and series.readings else None
+        rows.append(
+            {
+                "path": step.path,
+                "streams": step.streams,
+                "is_control": step.is_control,
+                "received_bits_per_second": step.received_bytes * 8 * _NS_PER_S // duration_ns,
+                "class_bits_per_second": None if counted is None else counted * 8 * _NS_PER_S // duration_ns,
+                "failures": step.failures,
             }
         )
     return rows

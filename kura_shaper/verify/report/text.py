@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kura_shaper.verify.report.machine import live_rows
 from kura_shaper.verify.values import Outcome
 
 if TYPE_CHECKING:
@@ -35,7 +36,23 @@ def _lines(report: Report) -> Iterable[str]:
     width = max((len(result.check.name) for result in report.results), default=0)
     for result in report.results:
         yield f"{result.outcome:<8} {result.check.name:<{width}} {_words(result)}".rstrip()
+    yield from _paths(report)
     yield summary(report)
+
+
+def _paths(report: Report) -> Iterable[str]:
+    """Yield the ways of the load beside each other, as a table."""
+    rows = live_rows(report)
+    if not rows:
+        return
+    width = max(len(row["path"]) for row in rows)
+    yield f"{'PATH':<{width}}  STREAMS  RECEIVED MBIT/S  CLASS MBIT/S"
+    for row in rows:
+        counted = row["class_bits_per_second"]
+        in_class = "-" if counted is None else f"{counted / 1e6:.1f}"
+        control = "  a control" if row["is_control"] else ""
+        received = row["received_bits_per_second"] / 1e6
+        yield f"{row['path']:<{width}}  {row['streams']:>7}  {received:>15.1f}  {in_class:>12}{control}"
 
 
 def _words(result: Result) -> str:
