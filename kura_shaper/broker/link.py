@@ -141,7 +141,8 @@ class BusLink(asyncio.Protocol, Generic[HttpT]):
                 data, self._control = self._control + data, b""
             if data:
                 self._transport.write(data)
-            if not framed_bytes:
+            if framed_bytes < _BATCH_BYTES:
+                # Nothing else is ready, or the peer's windows are used up.
                 break
         else:
             # The transport is full: what HTTP/2 itself has to say waits here.

@@ -93,7 +93,17 @@ def loop() -> SteppedLoop:
     return found
 
 
-def in_a_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+class FlowingLoop(SteppedLoop):
+    """One whose time runs as always, and jumps when a test moves it: what other threads and processes do takes time."""
+
+    def time(self) -> float:
+        """See asyncio."""
+        return time.monotonic() + self.ahead_s
+
+
+def in_a_loop(
+    test: Callable[P, Coroutine[Any, Any, None]], *, loop_factory: Callable[[], SteppedLoop] = SteppedLoop
+) -> Callable[P, None]:
     """Run a test that is a coroutine, and fail it when it waits for what never comes, in real time."""
 
     @functools.wraps(test)
@@ -113,10 +123,15 @@ def in_a_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]
             assert was_done, f"waits for what does not come within {LIMIT_S} s"
             work.result()
 
-        with asyncio.Runner(loop_factory=SteppedLoop) as runner:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(bounded())
 
     return run
+
+
+def in_flowing_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """Run a test whose other end lives in real time, as libzmq's threads and processes do."""
+    return in_a_loop(test, loop_factory=FlowingLoop)
 
 
 async def pause() -> None:

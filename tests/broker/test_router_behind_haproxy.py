@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 import pytest
-from bus_rig import NAMESPACE, Publisher, authority, in_a_loop, until
+from bus_rig import NAMESPACE, Publisher, authority, in_flowing_time, until
 from router_rig import ANY_PORT, RouterRig, ZmqPublisher, routing
 
 from kura_shaper.broker.router.settings import Subscription
@@ -93,7 +93,7 @@ async def proxy(binary: HaproxyBinary, reuse: str, rig: RouterRig) -> AsyncItera
 
 @each_proxy
 def test_events_of_two_brokers_come_through_and_one_takes_over(binary: HaproxyBinary, reuse: str) -> None:
-    @in_a_loop
+    @in_flowing_time
     async def run() -> None:
         publishers = [ZmqPublisher(number) for number in range(4)]
         async with routing(*publishers) as rig, proxy(binary, reuse, rig) as port:
@@ -119,7 +119,7 @@ def test_events_of_two_brokers_come_through_and_one_takes_over(binary: HaproxyBi
 
 @each_proxy
 def test_a_refusal_keeps_its_code_on_the_way(binary: HaproxyBinary, reuse: str) -> None:
-    @in_a_loop
+    @in_flowing_time
     async def run() -> None:
         publisher = ZmqPublisher()
         async with routing(publisher) as rig, proxy(binary, reuse, rig) as port:
@@ -154,7 +154,7 @@ class Nobody:
 
 @each_proxy
 def test_whole_bytes_and_the_end_of_a_publisher_come_through(binary: HaproxyBinary, reuse: str) -> None:
-    @in_a_loop
+    @in_flowing_time
     async def run() -> None:
         publisher = Publisher()
         await publisher.start()

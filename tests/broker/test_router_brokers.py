@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from bus_rig import NAMESPACE, in_a_loop, loop, until
+from bus_rig import NAMESPACE, in_flowing_time, loop, until
 from router_rig import ANY_PORT, RouterRig, ZmqPublisher, routing
 
 from kura_shaper.broker.protocol.codes import DrainReason
@@ -39,7 +39,7 @@ class Publishing:
         self._task.cancel()
 
 
-@in_a_loop
+@in_flowing_time
 async def test_two_brokers_share_the_publishers_and_one_takes_all_over_when_the_other_dies() -> None:
     publishers = [ZmqPublisher(number) for number in range(6)]
     async with routing(*publishers) as rig:
@@ -68,7 +68,7 @@ async def test_two_brokers_share_the_publishers_and_one_takes_all_over_when_the_
             assert len(missing) == each.missed
 
 
-@in_a_loop
+@in_flowing_time
 async def test_a_broker_that_leaves_hands_its_publishers_over_and_no_event_is_lost() -> None:
     publishers = [ZmqPublisher(number) for number in range(4)]
     async with routing(*publishers) as rig:
@@ -93,7 +93,7 @@ async def test_a_broker_that_leaves_hands_its_publishers_over_and_no_event_is_lo
         assert rig.output.missed == 0
 
 
-@in_a_loop
+@in_flowing_time
 async def test_a_newcomer_with_the_same_id_supersedes_and_reads_on() -> None:
     publisher = ZmqPublisher()
     async with routing(publisher) as rig:
@@ -116,7 +116,7 @@ async def test_a_newcomer_with_the_same_id_supersedes_and_reads_on() -> None:
 
 @pytest.mark.parametrize("fault", [Fault.BREAK, Fault.ERROR, Fault.BAD_FRAME, Fault.HUGE_FRAME, Fault.GOAWAY_ERROR])
 def test_after_what_ends_a_session_the_broker_comes_back_and_reading_goes_on(fault: Fault) -> None:
-    @in_a_loop
+    @in_flowing_time
     async def run() -> None:
         publisher = ZmqPublisher()
         async with routing(publisher) as rig:
@@ -134,7 +134,7 @@ def test_after_what_ends_a_session_the_broker_comes_back_and_reading_goes_on(fau
     run()
 
 
-@in_a_loop
+@in_flowing_time
 async def test_streams_that_are_broken_off_are_asked_for_again() -> None:
     publisher = ZmqPublisher()
     async with routing(publisher) as rig:
@@ -149,7 +149,7 @@ async def test_streams_that_are_broken_off_are_asked_for_again() -> None:
         assert rig.bus.feeds[0].last_failure == ""
 
 
-@in_a_loop
+@in_flowing_time
 async def test_a_frame_of_a_later_version_and_a_goaway_change_nothing_for_open_streams() -> None:
     publisher = ZmqPublisher()
     async with routing(publisher) as rig:
@@ -166,7 +166,7 @@ async def test_a_frame_of_a_later_version_and_a_goaway_change_nothing_for_open_s
         assert not session.is_over
 
 
-@in_a_loop
+@in_flowing_time
 async def test_a_router_that_withholds_credit_makes_its_stream_overflow_and_is_read_again() -> None:
     publisher = ZmqPublisher()
     async with routing(publisher, stream_window_bytes=64 * KIB, max_stream_buffer_bytes=64 * KIB) as rig:
@@ -186,7 +186,7 @@ async def test_a_router_that_withholds_credit_makes_its_stream_overflow_and_is_r
         assert not session.is_over
 
 
-@in_a_loop
+@in_flowing_time
 async def test_a_router_asked_to_rebalance_is_back_within_a_second() -> None:
     publisher = ZmqPublisher()
     async with routing(publisher, drain_deadline_ms=0) as rig:
@@ -201,7 +201,7 @@ async def test_a_router_asked_to_rebalance_is_back_within_a_second() -> None:
         await rig.read()
 
 
-@in_a_loop
+@in_flowing_time
 async def test_a_router_that_stops_asks_its_clients_to_leave_and_ends() -> None:
     publisher = ZmqPublisher()
     async with routing(publisher) as rig:
@@ -214,7 +214,7 @@ async def test_a_router_that_stops_asks_its_clients_to_leave_and_ends() -> None:
         assert broker.counts.stream_ends["unsubscribed"] == 1
 
 
-@in_a_loop
+@in_flowing_time
 async def test_a_router_that_stops_waits_for_local_readers_until_its_deadline() -> None:
     publisher = ZmqPublisher()
     exposed = Subscription(publisher.endpoint, NAMESPACE, expose=ANY_PORT)
@@ -234,7 +234,7 @@ async def test_a_router_that_stops_waits_for_local_readers_until_its_deadline() 
         writer.close()
 
 
-@in_a_loop
+@in_flowing_time
 async def test_what_no_broker_advertises_is_tried_again_and_then_read() -> None:
     publisher = ZmqPublisher()
     async with routing(publisher) as rig:
@@ -246,7 +246,7 @@ async def test_what_no_broker_advertises_is_tried_again_and_then_read() -> None:
         await rig.read()
 
 
-@in_a_loop
+@in_flowing_time
 async def test_a_kv_listener_is_welcomed_and_never_asked_for_a_publisher() -> None:
     publisher = ZmqPublisher()
     async with routing(publisher) as rig:
@@ -258,7 +258,7 @@ async def test_a_kv_listener_is_welcomed_and_never_asked_for_a_publisher() -> No
         assert broker.view.session
 
 
-@in_a_loop
+@in_flowing_time
 async def test_another_namespace_is_left_to_who_covers_it() -> None:
     publisher = ZmqPublisher()
     other = Subscription(publisher.endpoint, "other", ("x",))
@@ -272,7 +272,7 @@ async def test_another_namespace_is_left_to_who_covers_it() -> None:
         assert spread(rig) == {"a": 0, "b": 1}
 
 
-@in_a_loop
+@in_flowing_time
 async def test_faults_of_the_settings_happen_at_their_times_after_the_welcome() -> None:
     async with routing(faults=(FaultStep(500, Fault.SILENCE), FaultStep(1_000, Fault.ERROR))) as rig:
         await rig.start_broker("a")

@@ -8,7 +8,7 @@ import os
 
 import zmq
 import zmq.asyncio
-from bus_rig import NAMESPACE, Publisher, in_a_loop, loop, until
+from bus_rig import NAMESPACE, Publisher, in_flowing_time, loop, until
 from router_rig import ANY_PORT, TOPIC, ZmqPublisher, routing
 
 from kura_shaper.broker.protocol.limits import KIB
@@ -16,7 +16,7 @@ from kura_shaper.broker.router.dynamo import decode_event
 from kura_shaper.broker.router.settings import Subscription
 
 
-@in_a_loop
+@in_flowing_time
 async def test_an_unmodified_subscriber_reads_a_publisher_that_it_has_no_route_to() -> None:
     publisher = ZmqPublisher()
     exposed = Subscription(publisher.endpoint, NAMESPACE, expose=ANY_PORT)
@@ -34,7 +34,7 @@ async def test_an_unmodified_subscriber_reads_a_publisher_that_it_has_no_route_t
         await publisher.subscribed(unsubscribes=1)
 
 
-@in_a_loop
+@in_flowing_time
 async def test_after_its_broker_died_the_subscriber_is_connected_by_another_one() -> None:
     publisher = ZmqPublisher()
     exposed = Subscription(publisher.endpoint, NAMESPACE, expose=ANY_PORT)
@@ -54,7 +54,7 @@ async def test_after_its_broker_died_the_subscriber_is_connected_by_another_one(
             assert decode_event(await receiving).sequence == 0
 
 
-@in_a_loop
+@in_flowing_time
 async def test_bytes_come_through_whole_both_ways_and_the_end_too() -> None:
     publisher = Publisher()
     await publisher.start()
@@ -79,7 +79,7 @@ async def test_bytes_come_through_whole_both_ways_and_the_end_too() -> None:
     await publisher.stop()
 
 
-@in_a_loop
+@in_flowing_time
 async def test_a_reader_that_reads_nothing_ends_its_own_stream_and_no_other() -> None:
     publisher = Publisher()
     await publisher.start()
@@ -102,7 +102,7 @@ async def test_a_reader_that_reads_nothing_ends_its_own_stream_and_no_other() ->
     await publisher.stop()
 
 
-@in_a_loop
+@in_flowing_time
 async def test_without_a_broker_a_connection_is_closed_after_a_while_and_not_at_once() -> None:
     exposed = Subscription("tcp://127.0.0.1:9", NAMESPACE, expose=ANY_PORT)
     async with routing(subscriptions=(exposed,)) as rig:

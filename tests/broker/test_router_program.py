@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from bus_rig import NAMESPACE, TOKEN, FakeDirectory, authority, in_a_loop, settings, until
+from bus_rig import NAMESPACE, TOKEN, FakeDirectory, authority, in_flowing_time, settings, until
 from prometheus_client.parser import text_string_to_metric_families
 from router_rig import ZmqPublisher
 
@@ -109,7 +109,7 @@ def port_of(place: str) -> int:
     return int(place.rpartition(":")[2])
 
 
-@in_a_loop
+@in_flowing_time
 async def test_events_are_lines_of_json_probes_answer_and_a_signal_ends_it_with_0() -> None:
 
     with closing(ZmqPublisher()) as publisher, tempfile.TemporaryDirectory() as name:
@@ -151,7 +151,7 @@ async def test_events_are_lines_of_json_probes_answer_and_a_signal_ends_it_with_
 PROBES = ("/metrics", "/healthz", "/readyz", "/statusz")
 
 
-@in_a_loop
+@in_flowing_time
 async def test_a_second_signal_ends_it_at_once_although_a_client_stays() -> None:
 
     with closing(ZmqPublisher()) as publisher, tempfile.TemporaryDirectory() as name:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from bus_rig import NAMESPACE, Publisher, in_a_loop, loop, until
+from bus_rig import NAMESPACE, Publisher, in_flowing_time, loop, until
 from router_rig import ZmqPublisher, routing
 
 from kura_shaper.broker.router.settings import Subscription
@@ -25,7 +25,7 @@ READY = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03PUB"
     ],
 )
 def test_a_publisher_that_is_none_costs_its_stream_and_nobody_elses(said: bytes, fault: str) -> None:
-    @in_a_loop
+    @in_flowing_time
     async def run() -> None:
         good, bad = ZmqPublisher(), Publisher()
         await bad.start()
@@ -53,7 +53,7 @@ def test_a_publisher_that_is_none_costs_its_stream_and_nobody_elses(said: bytes,
     run()
 
 
-@in_a_loop
+@in_flowing_time
 async def test_a_publisher_that_never_greets_is_let_go_after_thirty_seconds() -> None:
     silent = Publisher()
     await silent.start()
@@ -67,7 +67,7 @@ async def test_a_publisher_that_never_greets_is_let_go_after_thirty_seconds() ->
     await silent.stop()
 
 
-@in_a_loop
+@in_flowing_time
 async def test_a_publisher_that_answers_no_ping_is_let_go() -> None:
     quiet = Publisher()
     await quiet.start()
@@ -86,7 +86,7 @@ async def test_a_publisher_that_answers_no_ping_is_let_go() -> None:
     await quiet.stop()
 
 
-@in_a_loop
+@in_flowing_time
 async def test_halves_of_messages_of_many_publishers_take_only_so_much_together() -> None:
     hostile = Publisher()
     await hostile.start()
@@ -106,7 +106,7 @@ async def test_halves_of_messages_of_many_publishers_take_only_so_much_together(
     await hostile.stop()
 
 
-@in_a_loop
+@in_flowing_time
 async def test_messages_that_are_no_events_are_counted_and_the_next_event_is_read() -> None:
     publisher = ZmqPublisher()
     async with routing(publisher) as rig:
@@ -116,6 +116,7 @@ async def test_messages_that_are_no_events_are_counted_and_the_next_event_is_rea
         publisher.send(b"kv-events")
         publisher.send(b"kv-events", bytes(8), bytes(8), b"\x02\0\0\0\0")
         publisher.send(b"kv-events", bytes(8), bytes(8), b"\x01\0\0\0\x01\xc1")
+        await until(lambda: sum(rig.bus.counts.bad_events.values()) == 3)
         await rig.hear(publisher)
         assert {kind: number for kind, number in rig.bus.counts.bad_events.items() if number} == {
             "parts": 1,

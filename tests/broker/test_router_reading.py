@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bus_rig import in_a_loop, until
+from bus_rig import in_flowing_time, until
 from router_rig import ZmqPublisher, routing
 
 
-@in_a_loop
+@in_flowing_time
 async def test_events_of_a_publisher_arrive_in_order() -> None:
     publisher = ZmqPublisher()
     async with routing(publisher) as rig:

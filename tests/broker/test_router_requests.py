@@ -14,7 +14,7 @@ import h2.connection
 import h2.errors
 import h2.events
 import pytest
-from bus_rig import NAMESPACE, TOKEN, authority, in_a_loop, loop, until
+from bus_rig import NAMESPACE, TOKEN, authority, in_flowing_time, loop, until
 from router_rig import RouterRig, routing
 
 from kura_shaper.broker.protocol.codec import FrameDecoder, UnknownFrame, encode, encode_object
@@ -174,7 +174,7 @@ async def client(rig: RouterRig, *, alpn: tuple[str, ...] = ("h2",)) -> AsyncIte
     ],
 )
 def test_each_refusal_has_its_status(headers: dict[str, str], status: int) -> None:
-    @in_a_loop
+    @in_flowing_time
     async def run() -> None:
         async with routing() as rig, client(rig) as raw:
             assert await raw.status(raw.request(**headers)) == status
@@ -182,7 +182,7 @@ def test_each_refusal_has_its_status(headers: dict[str, str], status: int) -> No
     run()
 
 
-@in_a_loop
+@in_flowing_time
 async def test_a_stream_is_claimed_once_and_only_by_its_own_session() -> None:
     async with routing() as rig, client(rig) as raw:
         welcome = await raw.session()
@@ -223,14 +223,14 @@ class Silent:
         self.said.append(str(end.ending))  # type: ignore[attr-defined]
 
 
-@in_a_loop
+@in_flowing_time
 async def test_without_http2_nothing_is_served() -> None:
     async with routing() as rig, client(rig, alpn=("http/1.1",)) as raw:
         await until(lambda: raw.is_closed)
         assert rig.bus.counts.connections == 0
 
 
-@in_a_loop
+@in_flowing_time
 async def test_a_client_that_guesses_tokens_is_not_served_for_long() -> None:
     async with routing() as rig, client(rig) as raw:
         for _ in range(20):
@@ -241,7 +241,7 @@ async def test_a_client_that_guesses_tokens_is_not_served_for_long() -> None:
         assert rig.bus.counts.answers["401"] == 16
 
 
-@in_a_loop
+@in_flowing_time
 async def test_a_connection_on_which_nothing_happens_is_closed() -> None:
     async with routing() as rig, client(rig) as raw:
         await until(lambda: bool(rig.bus._connections))
@@ -261,7 +261,7 @@ async def test_a_connection_on_which_nothing_happens_is_closed() -> None:
     ],
 )
 def test_frames_that_are_none_end_the_session_and_the_client_is_told(data: bytes, code: str) -> None:
-    @in_a_loop
+    @in_flowing_time
     async def run() -> None:
         async with routing() as rig, client(rig) as raw:
             raw.session_http_id = raw.request()
@@ -276,7 +276,7 @@ def test_frames_that_are_none_end_the_session_and_the_client_is_told(data: bytes
     run()
 
 
-@in_a_loop
+@in_flowing_time
 async def test_a_hello_that_does_not_come_ends_it_after_ten_seconds() -> None:
     async with routing() as rig, client(rig) as raw:
         raw.session_http_id = raw.request()
@@ -287,7 +287,7 @@ async def test_a_hello_that_does_not_come_ends_it_after_ten_seconds() -> None:
         assert error.code == "idle_timeout"
 
 
-@in_a_loop
+@in_flowing_time
 async def test_a_role_that_there_is_none_of_is_refused_and_a_listener_is_welcomed() -> None:
     async with routing() as rig:
         async with client(rig) as raw:
@@ -303,7 +303,7 @@ async def test_a_role_that_there_is_none_of_is_refused_and_a_listener_is_welcome
             assert error.code == "invalid_hello"
 
 
-@in_a_loop
+@in_flowing_time
 async def test_more_clients_than_may_be_are_told_to_come_later() -> None:
     async with routing(max_sessions=1) as rig, client(rig) as first, client(rig) as second:
         await first.session()
@@ -314,7 +314,7 @@ async def test_more_clients_than_may_be_are_told_to_come_later() -> None:
         assert (error.code, error.retry_after_ms) == ("overloaded", 5_000)
 
 
-@in_a_loop
+@in_flowing_time
 async def test_streams_that_are_reset_as_fast_as_they_are_opened_leave_nothing() -> None:
     async with routing() as rig, client(rig) as raw:
         await raw.session()
@@ -328,7 +328,7 @@ async def test_streams_that_are_reset_as_fast_as_they_are_opened_leave_nothing()
         assert rig.bus.by_client
 
 
-@in_a_loop
+@in_flowing_time
 async def test_a_token_is_in_no_status() -> None:
     async with routing() as rig, client(rig) as raw:
         await raw.session()
