@@ -1,4 +1,4 @@
-"""DATA frames, made beside the h2 library, which takes more than half of a relay's time to make one.
+"""DATA frames, made beside the h2 library, which takes up to a fifth of a relay's whole time to make them.
 
 A DATA frame that ends nothing changes no state but the two windows (RFC 9113, sections 5.1 and 6.9), and its head is
 nine bytes. Everything else stays the library's: what it has to say by then goes out before the frame, so that the
