@@ -46,7 +46,11 @@ def ask(path: str) -> Api:
             found: Api = json.loads(answer.read())
             return found
     except urllib.error.HTTPError as error:
-        refused: Api = json.loads(error.read())
+        said = error.read().decode(errors="replace")
+        try:
+            refused: Api = json.loads(said)
+        except ValueError:  # it is only just starting
+            return {"status": said}
         return refused
     except OSError as error:
         return {"status": str(error)}

@@ -55,7 +55,9 @@ def left_behind(process: subprocess.Popen[str], work: Path) -> list[str]:
 )
 def test_nothing_stays(tmp_path: Path, end: Callable[[subprocess.Popen[str]], None], status: int) -> None:
     work, pipe = tmp_path / "work", subprocess.PIPE
-    words = (SCRIPT, "--net", node_prefix() / "root", work, "--", "sh", "-c", COMMAND)
+    # Whoever runs the tests in the background may have them ignore an interrupt, and their children too.
+    heeding = ("env", "--default-signal=INT")
+    words = (*heeding, SCRIPT, "--net", node_prefix() / "root", work, "--", "sh", "-c", COMMAND)
     with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout
         pid = int(process.stdout.readline())
