@@ -154,6 +154,45 @@ def test_load_from_outside_is_held_by_one_ceiling_over_every_protocol_family_and
             assert row["class_bits_per_second"] >= row["received_bits_per_second"] * 9 // 10
 
 
+RESTART = """
+pkill -TERM -o haproxy
+while pgrep haproxy >/dev/null; do sleep 0.05; done
+setsid {haproxy} -W -S {run}/master.sock -f {config} </dev/null >/dev/null 2>&1 &
+until curl -s --insecure --connect-to ::127.0.0.1:443 --max-time 5 https://acme.kura.test/object/1 >/dev/null; do
+  sleep 0.05
+done
+"""
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_gateway_that_is_ended_and_started_again_in_the_middle_of_the_command_changed_nothing(
+    version: str, tmp_path: Path
+) -> None:
+    if reason := gateway_rig.why_not_here():
+        pytest.skip(reason)
+    document, restart = tmp_path / "tenants.yaml", tmp_path / "restart.sh"
+    document.write_text(_document_text())
+    with gateway_on_a_wire(tmp_path, version=version) as wire:
+        wire.shape()
+        config = wire.near.options.directory / "haproxy.cfg"
+        haproxy = gateway_rig.haproxy_of(version).path
+        restart.write_text(RESTART.format(haproxy=haproxy, run=gateway_rig.RUN_DIRECTORY, config=config))
+        argv = wire.near.namespace.command(
+            *(sys.executable, "-m", "kura_shaper", "verify", "--tenants", str(document), "--device", NIC),
+            *("--budget", "4G", "--static", "--json", "--after", "gateway", "--within", "30"),
+            *("--restart", f"sh {restart}"),
+        )
+        ended = subprocess.run(argv, capture_output=True, text=True, timeout=90, check=False)
+        assert ended.returncode == 0, (ended.stdout[-3000:], ended.stderr)
+        report = json.loads(ended.stdout)
+        assert report["before"] == {"part": "gateway", "verdict": "pass", "findings": []}
+        (again,) = [check for check in report["checks"] if check["name"] == "restart"]
+        assert "the gateway was restarted" in again["seen"]
+        # Its marks are what they were, in the kernel's eyes.
+        with wire.rig.connect_tls("acme.kura.test") as client:
+            assert wire.rig.mark(client) == 0x2A7 << 16
+
+
 def _document_text() -> str:
     """The document of the gateway, for the command."""
     rows = [
