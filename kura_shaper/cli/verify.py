@@ -24,6 +24,7 @@ from kura_shaper.tree.observe import Asked
 from kura_shaper.verify.active import LoadRun, Where
 from kura_shaper.verify.checks import CHECKS
 from kura_shaper.verify.collect import NodeReader
+from kura_shaper.verify.deployments import read_deployments
 from kura_shaper.verify.observed import Question
 from kura_shaper.verify.report.bundle import write_bundle
 from kura_shaper.verify.report.machine import to_json, to_junit
@@ -82,6 +83,10 @@ def verify(
     old_worker: Annotated[
         int, typer.Option("--old-worker", metavar="S", help="How long an old worker may serve on.")
     ] = 1_800,
+    deployments: Annotated[
+        Path | None,
+        typer.Option("--deployments", metavar="F", help="The cluster's, by `kubectl get deployments -A -o json`."),
+    ] = None,
     accept: Annotated[
         str, typer.Option("--accept", metavar="CODE,CODE", help="Findings that are known and do not count.")
     ] = "",
@@ -164,7 +169,13 @@ def verify(
         host_traffic=host_traffic,
         host_reserve=options.rate_option("--host-reserve", host_reserve) if host_reserve else None,
     )
-    question = Question(load_tenants(tenants, overlay=overlay), asked, gateway=gateway, old_worker_s=old_worker)
+    question = Question(
+        load_tenants(tenants, overlay=overlay),
+        asked,
+        gateway=gateway,
+        old_worker_s=old_worker,
+        deployments=read_deployments(deployments) if deployments else None,
+    )
     asked_restart = restart_asked(after, restart, baseline=baseline, within_s=within)
     counts = _streams(streams) if live else (1,)
     with ExitStack() as stack:

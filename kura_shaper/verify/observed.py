@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kura_shaper.tree.snapshot import Snapshot
     from kura_shaper.verify.active import Load
     from kura_shaper.verify.after import Facts
+    from kura_shaper.verify.deployments import Deployment
 
 
 NOT_READ = Unknown("not read")
@@ -35,7 +36,8 @@ class Question:
     """What was promised, and what to look at it by.
 
     gateway is the short name of the gateway's processes. An old worker of it may live for old_worker_s after a
-    reload, and so many of a million segments may be sent again before that is a finding.
+    reload, and so many of a million segments may be sent again before that is a finding. deployments are those of the
+    cluster, None when nobody gave them.
     """
 
     document: TenantsDocument
@@ -43,6 +45,7 @@ class Question:
     gateway: str = "haproxy"
     old_worker_s: int = 1_800
     resent_per_million: int = 20_000
+    deployments: tuple[Deployment, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

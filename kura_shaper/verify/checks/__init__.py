@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kura_shaper.verify.checks import after, byways, gateway, live, node, rates, tree, wire
+from kura_shaper.verify.checks import after, byways, gateway, identities, live, node, rates, tree, wire
 
 if TYPE_CHECKING:
     from kura_shaper.verify.values import Check, Code
@@ -14,6 +14,7 @@ CHECKS: tuple[Check, ...] = (
     *node.CHECKS,
     *byways.CHECKS,
     *gateway.CHECKS,
+    *identities.CHECKS,
     *rates.CHECKS,
     *wire.CHECKS,
     *live.CHECKS,

@@ -23,6 +23,7 @@ from kura_shaper.verify.run import Report, judge
 if TYPE_CHECKING:
     from kura_shaper.kernel.sockets import Address, Connection
     from kura_shaper.tenants.document import Tenant, TenantsDocument
+    from kura_shaper.verify.deployments import Deployment
     from kura_shaper.verify.observed import NodeReading
 
 # Reserved for benchmarks and for documentation (RFC 2544, RFC 3849): nobody has these.
@@ -92,7 +93,11 @@ def redacted(report: Report) -> Report:
     """Return the same run with other names and addresses."""
     observed = report.observed
     by = Redactor(observed.question.document)
-    question = replace(observed.question, document=_document(observed.question.document, by))
+    question = replace(
+        observed.question,
+        document=_document(observed.question.document, by),
+        deployments=_deployments(observed.question.deployments),
+    )
     traffic = observed.traffic
     if isinstance(traffic, Traffic):
         traffic = _traffic(traffic, by)
@@ -110,6 +115,12 @@ def redacted(report: Report) -> Report:
 
 def _document(document: TenantsDocument, by: Redactor) -> TenantsDocument:
     return replace(document, region="region", tenants=tuple(_tenant(tenant, by) for tenant in document.tenants))
+
+
+def _deployments(found: tuple[Deployment, ...] | None) -> tuple[Deployment, ...] | None:
+    if found is None:
+        return None
+    return tuple(replace(one, name=f"deployment-{number}") for number, one in enumerate(found, start=1))
 
 
 def _tenant(tenant: Tenant, by: Redactor) -> Tenant:
