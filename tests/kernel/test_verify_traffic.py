@@ -135,7 +135,12 @@ def test_a_tenant_that_waits_and_gets_less_than_its_floor(rig: VerifyRig) -> Non
         for _ in range(3):  # so that the budget is full whatever one of them waits for
             stack.enter_context(client(rig, mark_of(ZETA.minor), _LOTS, reads=True))
         time.sleep(0.5)
-        report = _verify_full(rig, meanwhile=lambda: tc(change))
+        # Where the others do not take all that is left for a while, the one without a floor has its share after all.
+        for _ in range(5):
+            report = _verify_full(rig, meanwhile=lambda: tc(change))
+            if report.findings:
+                break
+            rig.shape()
     only(report, "floor-missed")
 
 
