@@ -32,12 +32,12 @@ class BrokerHealth:
         self._broker, self._directory, self._now_s = broker, directory, now_s
 
     def why_dead(self) -> str:
-        """See probes.Health."""
+        """See web.Health."""
         still_s = self._now_s() - self._broker.view.turned_s
         return f"the event loop has not turned for {still_s:.0f} s" if still_s > _ALIVE_WITHIN_S else ""
 
     def why_not_ready(self) -> str:
-        """See probes.Health."""
+        """See web.Health."""
         if dead := self.why_dead():
             return dead
         if self._broker.view.is_synced:
@@ -45,7 +45,7 @@ class BrokerHealth:
         return f"{self._directory.namespaces_synced} namespaces are listed, and not yet all of them"
 
     def status(self) -> dict[str, Any]:
-        """See probes.Health. Endpoints are here and in no label; the token is nowhere."""
+        """See web.Health. Endpoints are here and in no label; the token is nowhere."""
         broker, directory = self._broker, self._directory
         view, why = broker.view, self.why_not_ready()
         return {

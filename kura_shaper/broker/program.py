@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import resource
 import signal
 from random import Random
 from typing import TYPE_CHECKING
 
-from kura_shaper.broker.credentials import CredentialError, Credentials
 from kura_shaper.broker.dial import require_mark
 from kura_shaper.broker.directory import MetadataDirectory
 from kura_shaper.broker.health import BrokerHealth
 from kura_shaper.broker.metrics import BrokerMetrics
+from kura_shaper.broker.process import SIGNALS, problems_with, stop_by_signals
 from kura_shaper.broker.service import Broker, OnTerminal
 from kura_shaper.errors import UsageError
 from kura_shaper.log import event as log_event
@@ -25,23 +24,17 @@ from kura_shaper.web import ProbeServer
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from kura_shaper.broker.credentials import Credentials
     from kura_shaper.broker.settings import BrokerSettings
 
 # Beside one descriptor for each stream: the bus, the API server, the web server, lookups, logs.
 _DESCRIPTORS = 64
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _log = logging.getLogger("kura_shaper.broker")
 
 
 def problems_of(credentials: Credentials) -> tuple[str, ...]:
     """Return what is wrong with the token and the CA bundle, one line each; the network is not asked."""
-    found = []
-    for read in (credentials.read_token, credentials.read_context):
-        try:
-            read()
-        except CredentialError as error:
-            found.append(str(error))
-    return tuple(found)
+    return problems_with(credentials.read_token, credentials.read_context)
 
 
 class EarlySignals:
@@ -49,7 +42,7 @@ class EarlySignals:
 
     def __init__(self) -> None:
         self.came = False
-        for number in _SIGNALS:
+        for number in SIGNALS:
             signal.signal(number, self._come)
 
     def _come(self, *_: object) -> None:
@@ -95,7 +88,9 @@ async def _run(
     async with HttpApi(Access(kubeconfig, clock=clock)) as api:
         directory = MetadataDirectory(api, settings.watch_namespaces, clock=clock, random=random)
         broker = Broker(settings, credentials, directory, random=random, on_terminal=on_terminal)
-        _stop_by_signals(broker, early)
+        stop_by_signals(broker.stop, is_stopping=lambda: broker.view.is_stopping, log=_log)
+        if early.came:
+            broker.stop()
         listen = settings.metrics_listen
         server = ProbeServer(
             listen.host,
@@ -110,19 +105,3 @@ async def _run(
         finally:
             # The web server's end waits for its thread, which no stream has to wait for any more.
             server.close()
-
-
-def _stop_by_signals(broker: Broker, early: EarlySignals) -> None:
-    loop = asyncio.get_running_loop()
-
-    def come(number: signal.Signals) -> None:
-        if broker.view.is_stopping:
-            # The second one: whoever sends it does not want to wait for anything.
-            os._exit(128 + number)
-        log_event(_log, "stopping", signal=number.name)
-        broker.stop()
-
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, come, number)
-    if early.came:
-        broker.stop()

@@ -28,16 +28,16 @@ class RouterHealth:
         self._bus, self._now_s = bus, now_s
 
     def why_dead(self) -> str:
-        """See probes.Health."""
+        """See web.Health."""
         still_s = self._now_s() - self._bus.turned_s
         return f"the event loop has not turned for {still_s:.0f} s" if still_s > _ALIVE_WITHIN_S else ""
 
     def why_not_ready(self) -> str:
-        """See probes.Health."""
+        """See web.Health."""
         return self.why_dead() or ("it leaves" if self._bus.is_stopping else "")
 
     def status(self) -> dict[str, Any]:
-        """See probes.Health. Endpoints and ids are here and in no label; tokens are nowhere."""
+        """See web.Health. Endpoints and ids are here and in no label; tokens are nowhere."""
         bus, why = self._bus, self.why_not_ready()
         return {
             "version": __version__,

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 from random import Random
 from typing import TYPE_CHECKING
 
-from kura_shaper.broker.credentials import CredentialError
+from kura_shaper.broker.process import problems_with, stop_by_signals
 from kura_shaper.broker.router.health import RouterHealth
 from kura_shaper.broker.router.metrics import RouterMetrics
 from kura_shaper.broker.router.service import EventBus
@@ -21,19 +19,12 @@ if TYPE_CHECKING:
     from kura_shaper.broker.router.output import EventOutput
     from kura_shaper.broker.router.settings import RouterSettings
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _log = logging.getLogger("kura_shaper.broker.router")
 
 
 def problems_of(credentials: ServerCredentials) -> tuple[str, ...]:
     """Return what is wrong with certificate, key and tokens, one line each."""
-    found = []
-    for read in (credentials.read_context, credentials.read_tokens):
-        try:
-            read()
-        except CredentialError as error:
-            found.append(str(error))
-    return tuple(found)
+    return problems_with(credentials.read_context, credentials.read_tokens)
 
 
 def run_router(settings: RouterSettings, credentials: ServerCredentials, *, output: EventOutput) -> None:
@@ -44,7 +35,7 @@ def run_router(settings: RouterSettings, credentials: ServerCredentials, *, outp
 async def _run(settings: RouterSettings, credentials: ServerCredentials, output: EventOutput) -> None:
     credentials.load()
     bus = EventBus(settings, credentials, output=output, random=Random())  # noqa: S311 - it spreads retries
-    _stop_by_signals(bus)
+    stop_by_signals(bus.stop, is_stopping=lambda: bus.is_stopping, log=_log)
     listen = settings.metrics_listen
     server = ProbeServer(listen.host, listen.port, collector=RouterMetrics(bus), health=RouterHealth(bus))
     started = asyncio.Event()
@@ -61,17 +52,3 @@ async def _run(settings: RouterSettings, credentials: ServerCredentials, output:
 async def _tell_started(bus: EventBus, started: asyncio.Event, *, metrics: str) -> None:
     await started.wait()
     log_event(_log, "started", listen=f"{bus.settings.listen.host}:{bus.port}", metrics=metrics)
-
-
-def _stop_by_signals(bus: EventBus) -> None:
-    loop = asyncio.get_running_loop()
-
-    def come(number: signal.Signals) -> None:
-        if bus.is_stopping:
-            # The second one: whoever sends it does not want to wait for anything.
-            os._exit(128 + number)
-        log_event(_log, "stopping", signal=number.name)
-        bus.stop()
-
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, come, number)
