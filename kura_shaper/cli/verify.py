@@ -231,8 +231,6 @@ def _load(
     stack: ExitStack, where: Where, matrix: _Matrix, question: Question, settings: Settings
 ) -> tuple[LoadRun, int]:
     """Return the load, and of how many steps it is."""
-    if find_spec("h2") is None:
-        raise UsageError("--live needs the lab's clients", remedy="pip install 'kura-shaper[lab]'")
     from kura_shaper.cli.verify_live import TrafficClient, ways_of
     from kura_shaper.lab.traffic import Application
 

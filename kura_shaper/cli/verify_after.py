@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from kura_shaper.clock import SystemClock
 from kura_shaper.durable import replace_durably
-from kura_shaper.errors import RefusedError, UsageError
-from kura_shaper.verify.after import Facts, facts_in, read_boot, read_facts
+from kura_shaper.errors import RefusedError, StateUnknownError, UsageError
+from kura_shaper.tree.snapshot import Unknown
+from kura_shaper.verify.after import Facts, facts_of, read_boot, read_facts
 from kura_shaper.verify.report.machine import to_json
 from kura_shaper.verify.restart import Part, Restart, processes_of, run_command, see_restart
 from kura_shaper.verify.run import Before, Report
@@ -63,8 +64,9 @@ class Around:
         if restart.part is Part.NODE:
             return self._of_node(restart, once, load)
         first = once(None, None)
+        earlier = _facts_of(first)
         see_restart(restart, lambda: self._processes(restart.part), clock=SystemClock(), tell=self.tell)
-        return replace(once(facts_in(to_json(first)), load), before=_before(restart.part, first))
+        return replace(once(earlier, load), before=_before(restart.part, first))
 
     def _processes(self, part: Part) -> frozenset[tuple[int, int]]:
         ports = (*self.gateway.https_ports, *self.gateway.peer_ports)
@@ -83,6 +85,7 @@ class Around:
                 raise UsageError(f"the node was not started anew since {earlier.started_at}", remedy=remedy)
             return once(earlier, load)
         first = once(None, load)
+        _facts_of(first)
         try:
             replace_durably(path, json.dumps(to_json(first)))
         except OSError as error:
@@ -90,6 +93,15 @@ class Around:
         if restart.command:
             run_command(restart.command)
         return first
+
+
+def _facts_of(first: Report) -> Facts:
+    """Return what to compare with. Raises StateUnknownError: nothing is restarted that could not be compared."""
+    facts = facts_of(first.observed, started_at=first.started_at)
+    if facts is None:
+        snapshot = first.observed.node.snapshot
+        raise StateUnknownError(snapshot.reason if isinstance(snapshot, Unknown) else "the device was not read")
+    return facts
 
 
 def _before(part: Part, first: Report) -> Before:

@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kura_shaper.errors import UsageError
+from kura_shaper.tree.observe import shape_in_force
+from kura_shaper.tree.snapshot import Unknown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from kura_shaper.verify.observed import Observed
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _MAX_BYTES = 256 * 1024 * 1024
@@ -31,6 +35,23 @@ class Facts:
     tenants: Mapping[str, int] = field(default_factory=dict)
     gateway: tuple[int, ...] = ()
     started_at: str = ""
+
+
+def facts_of(observed: Observed, *, started_at: str = "") -> Facts | None:
+    """Return the facts of a reading, None when the kernel's state could not be read."""
+    node = observed.node
+    if isinstance(node.snapshot, Unknown):
+        return None
+    holders = {} if isinstance(node.holders, Unknown) else node.holders.by_inode
+    return Facts(
+        boot=node.boot,
+        ifindex=node.device.ifindex,
+        shape=shape_in_force(node.snapshot) or "",
+        sent_bytes={str(classid): found.sent_bytes for classid, found in node.snapshot.counters.items()},
+        tenants={tenant.name: tenant.class_id for tenant in observed.question.document.tenants},
+        gateway=tuple(sorted({process.pid for some in holders.values() for process in some})),
+        started_at=started_at,
+    )
 
 
 def read_boot(path: Path = _BOOT) -> str:
@@ -53,13 +74,12 @@ def read_facts(path: Path) -> Facts:
     except ValueError as error:
         raise UsageError(f"{option} is no JSON", remedy="name a file that `verify --json` wrote") from error
     try:
-        return facts_in(found)
+        return _facts(found)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"{option} has no facts", remedy="name a file that `verify --json` wrote") from error
 
 
-def facts_in(found: Any) -> Facts:
-    """Return the facts of a report's JSON object. Raises what a value of another shape raises."""
+def _facts(found: Any) -> Facts:
     facts = found["facts"]
     return Facts(
         boot=str(facts["boot"]),

@@ -6,11 +6,13 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+from verify_values import observed, report
 
-from kura_shaper.cli.verify_after import restart_asked
+from kura_shaper.cli.verify_after import Around, restart_asked
 from kura_shaper.clock import FakeClock
 from kura_shaper.errors import RefusedError, StateUnknownError, UsageError
 from kura_shaper.kernel.processes import read_named
+from kura_shaper.tree.snapshot import Unknown
 from kura_shaper.verify.restart import Part, Restart, run_command, see_restart
 
 if TYPE_CHECKING:
@@ -104,6 +106,18 @@ def test_options_that_do_not_go_together(
 ) -> None:
     with pytest.raises(UsageError, match=words):
         restart_asked(part, command, baseline=tmp_path if baseline else None, within_s=within_s)
+
+
+@pytest.mark.parametrize("part", [Part.GATEWAY, Part.NODE])
+def test_nothing_is_restarted_or_kept_when_there_is_nothing_to_compare_with(part: Part, tmp_path: Path) -> None:
+    seen, made = report(observed(snapshot=Unknown("no permission"))), tmp_path / "made"
+    restart = Restart(part, ("touch", str(made)))
+    baseline = tmp_path / "baseline.json"
+    around = Around(restart, baseline, seen.observed.question.document.gateway, 9469, tell=lambda *_: None)
+    with pytest.raises(StateUnknownError, match="no permission"):
+        around.report(lambda *_: seen, None)
+    assert not made.exists()
+    assert not baseline.exists()
 
 
 def test_processes_are_told_by_name_and_start(tmp_path: Path) -> None:

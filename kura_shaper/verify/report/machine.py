@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
 
 from kura_shaper import __version__
-from kura_shaper.tree.observe import shape_in_force
-from kura_shaper.tree.snapshot import Snapshot, Unknown
 from kura_shaper.verify.active import Load
+from kura_shaper.verify.after import facts_of
 from kura_shaper.verify.checks.live import counted_bytes
 from kura_shaper.verify.observed import Traffic
 from kura_shaper.verify.values import Outcome
@@ -127,17 +126,16 @@ def live_rows(report: Report) -> list[dict[str, Any]]:
 
 def _facts(report: Report) -> dict[str, Any]:
     """Return what a later run can compare itself with: what a restart must not change, and counters that only grow."""
-    node = report.observed.node
-    if not isinstance(node.snapshot, Snapshot):
+    facts = facts_of(report.observed)
+    if facts is None:
         return {}
-    holders = {} if isinstance(node.holders, Unknown) else node.holders.by_inode
     return {
-        "boot": node.boot,
-        "ifindex": node.device.ifindex,
-        "shape": shape_in_force(node.snapshot),
-        "sent_bytes": {str(classid): found.sent_bytes for classid, found in node.snapshot.counters.items()},
-        "tenants": {tenant.name: f"{tenant.class_id:#x}" for tenant in report.observed.question.document.tenants},
-        "gateway": sorted({process.pid for some in holders.values() for process in some}),
+        "boot": facts.boot,
+        "ifindex": facts.ifindex,
+        "shape": facts.shape or None,
+        "sent_bytes": facts.sent_bytes,
+        "tenants": {name: f"{class_id:#x}" for name, class_id in facts.tenants.items()},
+        "gateway": list(facts.gateway),
     }
 
 
