@@ -29,7 +29,7 @@ MAX_LIMIT_BYTES_PER_SECOND = 2**31 - 1
 # Without a least slice a crowd of streams passes the ceiling: +62 % at 800 streams. With a whole buffer of HAProxy,
 # 16384, the limit saves up what stalled clients did not take, and lets go of it at once when they wake up.
 CONNECTION_SLICE_BYTES = 12_288
-# Streams of a response each wait for their own slice: with a larger one, some of 200 get nothing for 40 s while the
+# Streams of a response each wait for their own slice: with a larger one, some of 200 get nothing for 15 s while the
 # tenant's rate falls to half. The price is 2 % above the ceiling, which the tree takes away again.
 RESPONSE_SLICE_BYTES = 4_096
 
