@@ -126,11 +126,7 @@ def _see_also(name: str, made: dict[str, str]) -> str:
     others = [other for other in made if other == above or (other != name and other.startswith(f"{name}-"))]
     if not others:
         return ""
-    return (
-        ".SH SEE ALSO\n"
-        + ",\n".join(f".BR {_text(other)} ({_SECTION})" for other in others).replace("\n", " \n")
-        + "\n"
-    )
+    return ".SH SEE ALSO\n" + ",\n".join(f".BR {_text(other)} ({_SECTION})" for other in others) + "\n"
 
 
 def _section(title: str, lines: list[str]) -> list[str]:
