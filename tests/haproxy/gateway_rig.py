@@ -183,17 +183,23 @@ class GatewayRig:
                 context.set_alpn_protocols(list(alpn))
         return context.wrap_socket(self.connect(port, **where), server_hostname=name)
 
-    def mark(self, client: socket.socket) -> int:
-        """Return the mark on the gateway's side of a connection, 0 when it has none."""
+    def mark(self, client: socket.socket, *, after: int = 0) -> int:
+        """Return the mark on the gateway's side of a connection, 0 when it has none.
+
+        With `after` it is waited for until it is another than that, for the gateway learns of the end of a
+        handshake later than its client does.
+        """
         gateway_port, client_port = client.getpeername()[1], client.getsockname()[1]
         match = f"sport = :{gateway_port} and dport = :{client_port}"
         # A mark is set within the gateway's next turn; ask until it is, or for long enough.
+        mark = 0
         for _ in range(40):
             found = _MARK.search(self.namespace.run("ss", "-Htnoem", match))
-            if found:
-                return int(found[1], 16)
+            mark = int(found[1], 16) if found else mark
+            if mark not in (0, after):
+                break
             time.sleep(0.01)
-        return 0
+        return mark
 
     def master(self, command: str) -> str:
         """Send a command to HAProxy's master and return the answer."""

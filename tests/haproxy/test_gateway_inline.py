@@ -59,7 +59,7 @@ def test_a_connection_is_the_gateways_until_it_is_its_tenants(
         assert gateway.mark(connection) == GATEWAY_MARK
     for name, port in ((tenant.hosts[0], HTTPS_PORT), (tenant.peer_hosts[0], PEER_PORT)):
         with gateway.connect_tls(name, port, address=address) as connection:
-            assert gateway.mark(connection) == DOCUMENT.marks.mark(tenant.class_id)
+            assert gateway.mark(connection, after=GATEWAY_MARK) == DOCUMENT.marks.mark(tenant.class_id)
 
 
 def test_one_tenant_cannot_charge_another_over_one_connection(gateway: GatewayRig) -> None:

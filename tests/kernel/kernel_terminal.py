@@ -81,7 +81,9 @@ def terminal(command: Sequence[str], *, columns: int = 120, rows: int = 24, **en
     """Run a command in a terminal of its own; it is gone at the end of the block."""
     ours, theirs = pty.openpty()
     _set_size(theirs, columns, rows)
-    environ = {**os.environ, "TERM": "xterm-256color", **environment}
+    # Whoever runs the tests may have the size of its own terminal there, which is not this one's.
+    inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    environ = {**inherited, "TERM": "xterm-256color", **environment}
     try:
         process = subprocess.Popen(
             command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ, start_new_session=True
