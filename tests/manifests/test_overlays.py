@@ -223,7 +223,8 @@ def test_a_collector_keeps_what_the_rules_ask_for() -> None:
     monitors = values["prometheusOperatorObjects"]["podMonitors"]
     assert monitors["namespaces"] == ["kura-shaper", "event-broker"]
     kept = re.compile("|".join(monitors["metricsTuning"]["includeMetrics"]))
-    texts = ((DAEMONSET / path).read_text() for path in ("alerts/rules.yaml", "dashboards/kura-shaper.json"))
+    shown = ("dashboards/kura-shaper.json", "dashboards/event-broker/event-broker.json")
+    texts = ((DAEMONSET / path).read_text() for path in ("alerts/rules.yaml", *shown))
     asked = {name for text in texts for name in re.findall(r"(?:kura_shaper|continuum)_\w+", text)}
     assert asked
     assert all(kept.fullmatch(name) for name in asked)
