@@ -139,6 +139,46 @@ def test_promtool_reads_every_expression(tmp_path: Path) -> None:
     run(tool("promtool"), "check", "rules", path)
 
 
+def test_what_a_person_sees_first_of_brokers_is_so(tmp_path: Path) -> None:
+    """Identity `a` is well, `b` is not, and `c` is gone."""
+    series = {
+        'session_up{instance="a"}': "1x20",
+        'session_up{instance="b"}': "0x20",
+        'build_info{instance="a"}': "1x20",
+        'build_info{instance="b"}': "1x20",
+        'build_info{instance="c"}': "1x5 stale",
+        'terminal_error{instance="a",code="unsupported_version"}': "0x20",
+        'terminal_error{instance="b",code="unsupported_version"}': "1x20",
+        'streams_open{instance="a"}': "60x20",
+        'streams_opening{instance="a"}': "4x20",
+        'streams_limit{instance="a"}': "256x20",
+        'streams_open{instance="b"}': "0x20",
+        'streams_opening{instance="b"}': "0x20",
+        'streams_limit{instance="b"}': "0x20",
+        'buffered_bytes{instance="a"}': f"{32 << 20}x20",
+        'metadata_snapshot_age_seconds{instance="a"}': "12x20",
+        'metadata_snapshot_age_seconds{instance="b"}': "1000x20",
+    }
+    seen = {
+        "Without a session": 1,
+        "Not heard": 1,
+        "Terminal errors": 1,
+        "Fullest streams": 0.25,
+        "Fullest buffers": 0.5,
+        "Oldest metadata": 1000,
+    }
+    stats = {each["title"]: each["targets"][0]["expr"] for each in charts(BOARDS["event-broker"])}
+    asked = [
+        {"expr": filled(stats[title]), "eval_time": "15m", "exp_samples": [{"labels": "{}", "value": value}]}
+        for title, value in seen.items()
+    ]
+    inputs = [{"series": f"continuum_event_broker_{name}", "values": values} for name, values in series.items()]
+    test = {"interval": "1m", "input_series": inputs, "promql_expr_test": asked}
+    path = tmp_path / "test.yaml"
+    path.write_text(yaml.safe_dump({"rule_files": [], "evaluation_interval": "1m", "tests": [test]}))
+    run(tool("promtool"), "test", "rules", path)
+
+
 @pytest.mark.case("F48")
 def test_a_percentage_of_the_budget_is_of_the_device_itself() -> None:
     """Case F-48: the tree can't tell of what passes it by."""
