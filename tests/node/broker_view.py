@@ -30,6 +30,8 @@ ROUTER, ROUTER_NAME = "203.0.113.10", "router.example.net"
 PUBLISHERS = "10.244.9.1"
 _BUS_PORT, _METRICS_PORT, EXPOSED_PORT = 8443, 9465, 7001
 _EVERY_S = 0.005
+# However the tests end, such a program ends with them.
+_WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
 
 
 class Publishers:
@@ -65,8 +67,7 @@ class Router:
         self._process: subprocess.Popen[bytes] | None = None
         authority = trustme.CA()
         issued = authority.issue_cert(ROUTER_NAME)
-        self.authority = directory / "router-ca.pem"
-        authority.cert_pem.write_to_path(str(self.authority))
+        authority.cert_pem.write_to_path(str(directory / "router-ca.pem"))
         files = {"certificate": directory / "tls.crt", "private_key": directory / "tls.key"}
         files["certificate"].write_bytes(b"".join(pem.bytes() for pem in issued.cert_chain_pems))
         issued.private_key_pem.write_to_path(str(files["private_key"]))
@@ -91,7 +92,8 @@ class Router:
 
     def start(self) -> None:
         """Return when it listens."""
-        words = (sys.executable, "-m", "kura_shaper", "event-bus", "--config", self._directory / "bus.yaml", "--quiet")
+        config = str(self._directory / "bus.yaml")
+        words = (*_WITH_US, sys.executable, "-m", "kura_shaper", "event-bus", "--config", config, "--quiet")
         with (self._directory / "router.log").open("ab") as log:
             # A session of its own: an interrupt at the terminal is for pytest.
             self._process = subprocess.Popen(
@@ -134,11 +136,15 @@ class Router:
         """Return how many events are missing."""
         return sum(known["missed"] for each in self.feeds() for known in each["sequences"])
 
-    def goes_on(self) -> bool:
+    def goes_on(self) -> None:
         """Wait until each publisher has been heard anew."""
         before = self.received()
-        until(lambda: len(now := self.received()) == len(before) and all(map(int.__gt__, now, before)), what=self.feeds)
-        return True
+
+        def all_are() -> bool:
+            now = self.received()
+            return len(now) == len(before) and all(map(int.__gt__, now, before))
+
+        until(all_are, what=self.feeds)
 
     def shares(self, *clients: str) -> None:
         """Wait until every publisher is read, by all of these clients and no other, and no stream is on its way."""
@@ -260,7 +266,7 @@ class Brokers:
         with ExitStack() as stack:
             for words, path in ((watch, events), (("logs", "--follow", pod), log)):
                 file = stack.enter_context(path.open("wb"))
-                command = (tool("kubectl"), *kubeconfig, *words)
+                command = (*_WITH_US, tool("kubectl"), *kubeconfig, *words)
                 process = subprocess.Popen(command, stdout=file, stderr=subprocess.DEVNULL)
                 stack.callback(process.wait)
                 stack.callback(process.kill)

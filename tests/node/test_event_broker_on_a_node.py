@@ -113,9 +113,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
                 del made["metadata"]["resourceVersion"]
                 node.cluster.create(PATH.format("gpu"), made)
             found = World(node, Brokers(node), Router(directory, publishers.endpoints), directory)
-            begin(found)
-            yield found
-            found.router.kill()
+            try:
+                begin(found)
+                yield found
+            finally:
+                found.router.kill()
 
 
 def begin(world: World) -> None:
