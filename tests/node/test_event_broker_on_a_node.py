@@ -329,3 +329,6 @@ def test_a_broker_that_is_told_to_end_has_completed_as_the_kubelet_sees_it(world
     assert (last()["exitCode"], last()["reason"]) == (0, "Completed")
     assert brokers.pod(FIRST)["metadata"]["name"] == name
     world.router.shares(*IDENTITIES)
+    # Somebody who looks for why finds both.
+    assert '"event": "stopped"' in world.type("--previous")
+    assert "Completed" in world.type("describe pods")
