@@ -37,6 +37,9 @@ def event_bus(
 ) -> None:
     """Serve brokers, read the publishers that are wanted through them, and print their events, until a signal.
 
+    With serve: 127.0.0.1:9466 in the settings, other programs get the events as well: whoever connects there has each
+    as one JSON object a line, and is cut off when it reads too slowly.
+
     A first SIGTERM or SIGINT asks brokers to leave, at most for drain_deadline; a second one ends at once.
     """
     try:

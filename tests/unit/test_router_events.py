@@ -114,6 +114,58 @@ def test_a_lower_number_is_a_repetition_while_two_streams_overlap_and_a_new_begi
     assert made.known[1, "t"].restarts == 1
 
 
+def told(*numbers: int, overlaps: bool = False) -> list[Arrival]:
+    made = Sequences()
+    return [made.note(1, "t", number, overlaps=overlaps)[0] for number in numbers]
+
+
+def test_a_number_that_was_missing_and_comes_late_is_no_new_beginning() -> None:
+    made = Sequences()
+    for number in (0, 5):
+        made.note(1, "t", number, overlaps=False)
+    assert [made.note(1, "t", number, overlaps=False)[0] for number in (3, 1, 6)] == [
+        *(Arrival.LATE, Arrival.LATE, Arrival.NEXT)
+    ]
+    # What came late once is there, so that it is none of those that are missing any more.
+    assert made.note(1, "t", 3, overlaps=True)[0] is Arrival.DUPLICATE
+    assert made.note(1, "t", 4, overlaps=True)[0] is Arrival.LATE
+    known = made.known[1, "t"]
+    assert (known.missed, known.late, known.gaps, known.duplicates, known.restarts) == (4, 3, 1, 1, 0)
+
+
+def test_a_publisher_that_began_anew_has_no_numbers_missing_of_before() -> None:
+    assert told(10, 15, 0, 1, 12, 13) == [
+        *(Arrival.FIRST, Arrival.AFTER_A_GAP, Arrival.RESTARTED, Arrival.NEXT, Arrival.AFTER_A_GAP, Arrival.NEXT)
+    ]
+    # Of gaps without end the last few are known.
+    assert told(*range(0, 100, 2), 1, 0)[-2:] == [Arrival.RESTARTED, Arrival.RESTARTED]
+    assert told(*range(0, 100, 2), 97)[-1] is Arrival.LATE
+
+
+def test_after_the_last_of_all_numbers_comes_0() -> None:
+    last = 2**64 - 1
+    assert told(last - 1, last, 0, 1) == [Arrival.FIRST, Arrival.NEXT, Arrival.NEXT, Arrival.NEXT]
+    assert told(last, 0, last, overlaps=True)[-1] is Arrival.DUPLICATE
+    made = Sequences()
+    made.note(1, "t", last - 1, overlaps=False)
+    assert made.note(1, "t", 2, overlaps=False) == (Arrival.AFTER_A_GAP, 3)
+    assert [made.note(1, "t", number, overlaps=False)[0] for number in (0, last, 1, 3)] == [
+        *(Arrival.LATE, Arrival.LATE, Arrival.LATE, Arrival.NEXT)
+    ]
+    # Far from its end a lower number is a publisher that began anew.
+    assert told(2**63, 0) == [Arrival.FIRST, Arrival.RESTARTED]
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), max_size=60), st.booleans())
+def test_any_numbers_are_told_and_never_missed_below_none(numbers: list[int], overlaps: bool) -> None:
+    made = Sequences()
+    for number in numbers:
+        assert made.note(1, "t", number, overlaps=overlaps)[1] >= 0
+    for known in made.known.values():
+        assert 0 <= known.late <= known.missed
+        assert known.received + known.duplicates == len(numbers)
+
+
 def test_of_publishers_without_end_the_longest_unheard_is_forgotten() -> None:
     made = Sequences(most=100)
     for publisher in range(10_000):
@@ -128,7 +180,7 @@ def test_of_publishers_without_end_the_longest_unheard_is_forgotten() -> None:
 def written(event: Event, *, as_json: bool) -> bytes:
     stream = io.BytesIO()
     output = LineOutput(stream, as_json=as_json)
-    assert output.put(event, endpoint="tcp://10.0.0.1:5", missed=3)
+    assert output.put(event, endpoint="tcp://10.0.0.1:5", arrival=Arrival.AFTER_A_GAP, missed=3)
     output.close()
     return stream.getvalue()
 
@@ -142,6 +194,7 @@ def test_an_event_is_one_object_in_one_line() -> None:
         "publisher_id": 2**64 - 1,
         "sequence": 7,
         "published_at_ms": 1_700_000_000_123,
+        "arrival": "after a gap",
         "missed_before": 3,
         "payload": {"k": 1},
     }
@@ -171,9 +224,9 @@ class Stuck(io.BytesIO):
 def test_a_reader_that_reads_nothing_costs_events_beyond_a_bound_and_no_waiting() -> None:
     stream = Stuck()
     output = LineOutput(stream, as_json=True)
-    output.put(EVENT, endpoint="e", missed=0)
+    output.put(EVENT, endpoint="e", arrival=Arrival.NEXT, missed=0)
     stream.is_stuck.wait(10)
-    taken = sum(output.put(EVENT, endpoint="e", missed=0) for _ in range(WAITING_MAX + 100))
+    taken = sum(output.put(EVENT, endpoint="e", arrival=Arrival.NEXT, missed=0) for _ in range(WAITING_MAX + 100))
     assert taken == WAITING_MAX
     stream.goes_on.set()
     output.close()
@@ -189,7 +242,7 @@ class Gone(io.BytesIO):
 
 def test_a_reader_that_left_is_no_error() -> None:
     output = LineOutput(Gone(), as_json=True)
-    output.put(EVENT, endpoint="e", missed=0)
+    output.put(EVENT, endpoint="e", arrival=Arrival.NEXT, missed=0)
     output.close()
     assert output.is_broken
-    assert not output.put(EVENT, endpoint="e", missed=0)
+    assert not output.put(EVENT, endpoint="e", arrival=Arrival.NEXT, missed=0)

@@ -31,6 +31,7 @@ subscriptions:
   - {{endpoint: "tcp://[FD00::7]:5557", dynamo_namespace: dynamo, topics: [""], expose: 127.0.0.1:5557}}
 max_streams: 32
 stream_window: 1MiB
+serve: 9466
 heartbeat_interval: 5s
 idle_timeout: 15s
 faults:
@@ -64,6 +65,7 @@ def test_everything_is_read(place: Path) -> None:
         Subscription("tcp://[fd00::7]:5557", "dynamo", ("",), Endpoint("127.0.0.1", 5557)),
     )
     assert found.stream_window_bytes == 1 << 20
+    assert found.serve == Endpoint("127.0.0.1", 9466)
     assert found.faults == (FaultStep(500, Fault.GOAWAY),)
 
 
@@ -91,6 +93,15 @@ def test_a_subscription_that_nobody_reads_and_a_port_that_two_want_are_refused(p
     assert "read by nobody" in nobody
     (twice,) = problems(place, whole.replace("topics: [kv_metrics, kv-events]", "expose: 127.0.0.1:5557"))
     assert "expose one address twice" in twice
+
+
+def test_events_are_served_where_it_is_said_and_a_port_alone_is_the_loopbacks(place: Path) -> None:
+    text = WHOLE.format(place)
+    (place / "c.yaml").write_text(text.replace("serve: 9466", 'serve: "[::]:9466"'))
+    assert load_settings(place / "c.yaml").serve == Endpoint("::", 9466)
+    for wrong in ("localhost:9466", "70000", "127.0.0.1", "-1", "224.0.0.1:9466"):
+        (told,) = problems(place, text.replace("serve: 9466", f"serve: {wrong}"))
+        assert "serve: " in told
 
 
 def test_any_of_the_tokens_is_let_in_and_nothing_else(place: Path) -> None:

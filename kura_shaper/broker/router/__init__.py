@@ -4,6 +4,7 @@
 - `session`, `tunnel`: a client's session and one data stream, from this end;
 - `http2`: a server's end of a connection;
 - `zmtp`, `dynamo`, `sequences`: what comes out of a tunnel, as messages, as events, and what is missing among them;
+- `output`, `serving`: events as lines, on stdout and for other programs;
 - `port`: a tunnel as a local TCP port;
 - `faults`: what it does wrong on purpose, for tests of brokers.
 """

@@ -185,7 +185,7 @@ class Feed:
             return
         counts.events += 1
         counts.events_missed += missed
-        if not self._owner.output.put(event, endpoint=self.wanted.endpoint, missed=missed):
+        if not self._owner.output.put(event, endpoint=self.wanted.endpoint, arrival=arrival, missed=missed):
             counts.dropped[Dropped.OUTPUT_FULL] += 1
 
     def _hold(self, event: Event, stream: FeedStream) -> None:

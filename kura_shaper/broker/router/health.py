@@ -46,6 +46,9 @@ class RouterHealth:
             "stopping": bus.is_stopping,
             "sessions": [_session(session) for session in tuple(bus.by_client.values())],
             "feeds": [_feed(feed) for feed in bus.feeds],
+            "served": {"listen": f"{bus.served.listen.host}:{bus.served.port}", "clients": len(bus.served.clients)}
+            if bus.served
+            else None,
             "ports": [
                 {
                     "listen": f"{port.listen.host}:{port.port}",
@@ -99,6 +102,7 @@ def _feed(feed: Feed) -> dict[str, Any]:
                 "received": each.received,
                 "missed": each.missed,
                 "gaps": each.gaps,
+                "late": each.late,
                 "duplicates": each.duplicates,
                 "restarts": each.restarts,
             }

@@ -29,6 +29,7 @@ _BY_LABEL = (
     ("events_dropped", "Events that were not passed on", "reason", "dropped"),
     ("bad_events", "Messages that were no events", "reason", "bad_events"),
     ("bad_publishers", "Publishers that could not be read", "reason", "bad_publishers"),
+    ("served_cut_off", "Readers of the served events that were cut off", "reason", "served_cut_off"),
     ("credential_reloads", "Readings of tokens and certificate", "result", "credential_reloads"),
 )
 _PLAIN = (
@@ -41,6 +42,7 @@ _PLAIN = (
     ("events", "Events that came", "events"),
     ("events_missed", "Events that are missing by their numbers", "events_missed"),
     ("local_connections", "Connections to exposed ports", "local_connections"),
+    ("served_connections", "Connections of readers of the served events", "served_connections"),
 )
 
 
@@ -74,6 +76,7 @@ class RouterMetrics:
         yield _gauge("streams_asked", "Subscribes that are no streams yet", states.count(TunnelState.ASKED))
         yield _gauge("feeds", "Publishers whose events are wanted", len(bus.feeds))
         yield _gauge("feeds_read", "Publishers that are subscribed to", sum(feed.is_read for feed in bus.feeds))
+        yield _gauge("served_clients", "Readers of the served events", len(bus.served.clients) if bus.served else 0)
         yield _gauge("event_loop_lag_seconds", "How late the event loop was last", bus.counts.loop_lag_s)
 
 

@@ -22,7 +22,9 @@ from kura_shaper.broker.router.connection import BusConnection
 from kura_shaper.broker.router.counts import RouterCounts
 from kura_shaper.broker.router.faults import plan_faults
 from kura_shaper.broker.router.feed import Feed
+from kura_shaper.broker.router.output import AllOutputs
 from kura_shaper.broker.router.port import LocalPort
+from kura_shaper.broker.router.serving import EventServer
 from kura_shaper.errors import UsageError
 from kura_shaper.log import event as log_event
 
@@ -54,10 +56,12 @@ class EventBus:
         self, settings: RouterSettings, credentials: ServerCredentials, *, output: EventOutput, random: Random
     ) -> None:
         self.settings, self._credentials = settings, credentials
-        self.output, self.random = output, random
+        self.counts = RouterCounts()
+        self.served = EventServer(settings.serve, self.counts) if settings.serve else None
+        self.output: EventOutput = AllOutputs(output, self.served) if self.served else output
+        self.random = random
         self.max_message_bytes = settings.max_message_bytes
         self.kept = Budget(_KEPT_BYTES_MAX)
-        self.counts = RouterCounts()
         self._loop = asyncio.get_running_loop()
         self.by_client: dict[str, ClientSession] = {}
         self._by_id: dict[str, ClientSession] = {}
@@ -207,6 +211,8 @@ class EventBus:
         try:
             for port in self.ports:
                 await port.start()
+            if self.served is not None:
+                await self.served.start()
             accepting = self._loop.create_task(self._accept(self._listener))
             if started is not None:
                 started.set()
@@ -294,6 +300,8 @@ class EventBus:
             feed.close()
         for port in self.ports:
             port.close()
+        if self.served is not None:
+            self.served.close()
         for session in tuple(self._by_id.values()):
             session.fail(SessionCode.SHUTDOWN, "the router ends")
         for connection in tuple(self._connections):

@@ -71,6 +71,7 @@ class RouterSettings:
     idle_timeout_ms: int = IDLE_MS_DEFAULT
     drain_deadline_ms: int = 25_000
     metrics_listen: Endpoint = _METRICS_LISTEN
+    serve: Endpoint | None = None
     log_level: LogLevel = LogLevel.INFO
     log_format: LogFormat = LogFormat.JSON
     faults: tuple[FaultStep, ...] = ()
@@ -122,6 +123,11 @@ def _subscription(value: Value) -> Subscription:
     )
 
 
+def _served(content: str) -> Endpoint:
+    # Whoever connects is served, so it takes an address of its own to be served elsewhere than on this machine.
+    return check.listen_endpoint(f"127.0.0.1:{content}" if content.isdecimal() else content)
+
+
 def _fault(value: Value) -> FaultStep:
     found = check.mapping(value, required=("after", "do"))
     return FaultStep(entries.duration_ms(0, 3_600_000)(found["after"]), entries.choice(Fault)(found["do"]))
@@ -156,6 +162,7 @@ _READERS: dict[str, tuple[str, Callable[[Value], Any]]] = {
     "idle_timeout": ("idle_timeout_ms", entries.duration_ms(IDLE_MS_MIN, IDLE_MS_MAX)),
     "drain_deadline": ("drain_deadline_ms", entries.duration_ms(0, 600_000)),
     "metrics_listen": ("metrics_listen", entries.text(check.listen_endpoint)),
+    "serve": ("serve", entries.text(_served)),
     "log_level": ("log_level", entries.choice(LogLevel)),
     "log_format": ("log_format", entries.choice(LogFormat)),
     "faults": ("faults", _each("faults", _fault, FAULTS_MAX)),
