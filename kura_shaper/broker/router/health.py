@@ -52,7 +52,7 @@ class RouterHealth:
             "ports": [
                 {
                     "listen": f"{port.listen.host}:{port.port}",
-                    "endpoint": port.target.endpoint,
+                    "endpoint": port.wanted.name,
                     "connections": len(port.connections),
                 }
                 for port in bus.ports
@@ -75,7 +75,7 @@ def _session(session: ClientSession) -> dict[str, Any]:
             {
                 "id": tunnel.stream_id,
                 "state": tunnel.state.value,
-                "endpoint": tunnel.target.endpoint,
+                "endpoint": str(tunnel.target),
                 "received_bytes": tunnel.received_bytes,
                 "sent_bytes": tunnel.sent_bytes,
             }
@@ -87,7 +87,7 @@ def _session(session: ClientSession) -> dict[str, Any]:
 def _feed(feed: Feed) -> dict[str, Any]:
     session, known = feed.session, feed.sequences.known
     return {
-        "endpoint": feed.wanted.endpoint,
+        "endpoint": feed.wanted.name,
         "dynamo_namespace": feed.wanted.dynamo_namespace,
         "topics": feed.wanted.topics,
         "read": feed.is_read,

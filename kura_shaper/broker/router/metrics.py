@@ -31,6 +31,8 @@ _BY_LABEL = (
     ("bad_publishers", "Publishers that could not be read", "reason", "bad_publishers"),
     ("served_cut_off", "Readers of the served events that were cut off", "reason", "served_cut_off"),
     ("credential_reloads", "Readings of tokens and certificate", "result", "credential_reloads"),
+    ("settings_reloads", "Readings of the settings that were asked for", "result", "settings_reloads"),
+    ("rebalanced", "Brokers in rebalances that were asked for", "outcome", "rebalanced"),
 )
 _PLAIN = (
     ("connections", "Connections that were made", "connections"),
