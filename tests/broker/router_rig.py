@@ -101,6 +101,26 @@ class ZmqPublisher:
         self._context.term()
 
 
+class Publishing:
+    """Publishes all the time, on every publisher."""
+
+    def __init__(self, *publishers: ZmqPublisher) -> None:
+        self._publishers = publishers
+        self._task = asyncio.ensure_future(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            for each in self._publishers:
+                each.publish()
+            await asyncio.sleep(0.001)
+
+    async def __aenter__(self) -> Publishing:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+
+
 @dataclass(slots=True)
 class RouterRig:
     """A router, its brokers and its publishers."""

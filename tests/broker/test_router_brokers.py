@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 from bus_rig import NAMESPACE, in_flowing_time, loop, until
-from router_rig import ANY_PORT, RouterRig, ZmqPublisher, routing
+from router_rig import ANY_PORT, Publishing, RouterRig, ZmqPublisher, routing
 
-from kura_shaper.broker.protocol.codes import DrainReason
 from kura_shaper.broker.protocol.limits import KIB
 from kura_shaper.broker.router.faults import Fault, FaultStep, cause
 from kura_shaper.broker.router.settings import Subscription
@@ -17,26 +16,6 @@ from kura_shaper.broker.router.settings import Subscription
 
 def spread(rig: RouterRig) -> dict[str, int]:
     return {name: len(session.tunnels) for name, session in rig.bus.by_client.items()}
-
-
-class Publishing:
-    """Publishes all the time, on every publisher."""
-
-    def __init__(self, *publishers: ZmqPublisher) -> None:
-        self._publishers = publishers
-        self._task = asyncio.ensure_future(self._run())
-
-    async def _run(self) -> None:
-        while True:
-            for each in self._publishers:
-                each.publish()
-            await asyncio.sleep(0.001)
-
-    async def __aenter__(self) -> Publishing:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._task.cancel()
 
 
 @in_flowing_time
@@ -184,21 +163,6 @@ async def test_a_router_that_withholds_credit_makes_its_stream_overflow_and_is_r
         await loop().advance(1.0)
         await rig.read()
         assert not session.is_over
-
-
-@in_flowing_time
-async def test_a_router_asked_to_rebalance_is_back_within_a_second() -> None:
-    publisher = ZmqPublisher()
-    async with routing(publisher, drain_deadline_ms=0) as rig:
-        broker = await rig.start_broker("a")
-        await rig.read()
-        before = rig.bus.by_client["a"]
-        rig.bus.drain(before, DrainReason.REBALANCE)
-        await until(lambda: before.is_over)
-        await until(lambda: broker.counts.reconnects["rebalance"] == 1)
-        await loop().advance(0.6)
-        await until(lambda: rig.bus.by_client.get("a", before) is not before)
-        await rig.read()
 
 
 @in_flowing_time
