@@ -16,6 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from bus_rig import NAMESPACE, TOKEN, FakeDirectory, authority, in_flowing_time, settings, until
 from prometheus_client.parser import text_string_to_metric_families
 from router_rig import ZmqPublisher
@@ -33,8 +34,8 @@ ROOT = Path(__file__).parents[2]
 class RouterProcess:
     """The command, and what it said."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
+    def __init__(self, process: asyncio.subprocess.Process, config: Path, told: dict[str, Any]) -> None:
+        self.process, self.config, self._told = process, config, told
         self.logged: list[dict[str, Any]] = []
         self.lines: list[bytes] = []
         self._tasks = [asyncio.ensure_future(self._read_log()), asyncio.ensure_future(self._read_lines())]
@@ -51,8 +52,16 @@ class RouterProcess:
 
     async def started(self) -> dict[str, Any]:
         """Return what it says when it has begun."""
-        await until(lambda: any(each["event"] == "started" for each in self.logged))
-        return next(each for each in self.logged if each["event"] == "started")
+        return await self.logged_one("started")
+
+    def rewrite(self, **changes: Any) -> None:
+        """Write its settings anew."""
+        self.config.write_text(json.dumps(self._told | changes))
+
+    async def logged_one(self, event: str, *, after: int = 0) -> dict[str, Any]:
+        """Return the first line of the log with an event, of those after so many, when there is one."""
+        await until(lambda: any(each["event"] == event for each in self.logged[after:]))
+        return next(each for each in self.logged[after:] if each["event"] == event)
 
     async def ended(self) -> int:
         """Return its status, with everything that it said read."""
@@ -70,8 +79,8 @@ async def command(scratch: Path, *options: str, **told: Any) -> AsyncIterator[Ro
     (scratch / "token").write_text(TOKEN)
     files = {key: str(scratch / name) for key, name in (("certificate", "tls.crt"), ("private_key", "tls.key"))}
     places = {"listen": f"127.0.0.1:{free_port()}", "metrics_listen": f"127.0.0.1:{free_port()}"}
-    whole = {"token_file": str(scratch / "token"), **places, **files}
-    (scratch / "bus.yaml").write_text(json.dumps(whole | told))
+    whole = {"token_file": str(scratch / "token"), **places, **files, **told}
+    (scratch / "bus.yaml").write_text(json.dumps(whole))
     line = ["-m", "kura_shaper", "event-bus", "--config", str(scratch / "bus.yaml"), *(options or ["--json"])]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -83,7 +92,7 @@ async def command(scratch: Path, *options: str, **told: Any) -> AsyncIterator[Ro
         limit=1 << 20,
     )
     try:
-        yield RouterProcess(process)
+        yield RouterProcess(process, scratch / "bus.yaml", whole)
     finally:
         if process.returncode is None:
             process.kill()
@@ -178,6 +187,64 @@ async def test_events_are_served_to_another_program_while_none_are_printed() -> 
                 assert await reader.read() == b""
                 writer.close()
             assert router.lines == []
+
+
+@pytest.mark.case("ER13")
+@in_flowing_time
+async def test_sighup_brings_subscriptions_and_tokens_into_force_and_a_bad_file_changes_nothing() -> None:
+    with closing(ZmqPublisher(1)) as first, closing(ZmqPublisher(2)) as second, tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        wanted = [{"endpoint": first.endpoint, "dynamo_namespace": NAMESPACE, "topics": [""]}]
+        async with command(scratch, subscriptions=wanted) as router, broker_of(router, scratch, first, second):
+            await first.subscribed()
+            more = [{"endpoint": second.endpoint, "dynamo_namespace": NAMESPACE, "topics": [""]}]
+            router.rewrite(subscriptions=[*wanted, *more], max_streams=7)
+            router.process.send_signal(signal.SIGHUP)
+            await second.subscribed()
+            told = await router.logged_one("settings_need_a_restart")
+            assert told["keys"] == ["max_streams"]
+
+            text = router.config.read_text()
+            for bad, key in (("no: [yaml", "bus.yaml"), (text.replace('"listen"', '"lisden"'), "lisden")):
+                before = len(router.logged)
+                router.config.write_text(bad)
+                router.process.send_signal(signal.SIGHUP)
+                assert key in (await router.logged_one("settings_bad", after=before))["problem"]
+
+            (scratch / "token").write_text("another-token\n")
+            router.process.send_signal(signal.SIGHUP)
+            await router.logged_one("tokens_changed")
+            (scratch / "tls.key").write_text("no key")
+            router.process.send_signal(signal.SIGHUP)
+            assert "private_key" in json.dumps(await router.logged_one("credential_bad"))
+            for publisher in (first, second):
+                publisher.publish()
+                # Not disturbed by any of it.
+                assert (publisher.subscribes, publisher.unsubscribes) == (1, 0)
+            await until(lambda: len(router.lines) == 2)
+            metrics = (await asyncio.to_thread(fetch, (await router.started())["metrics"], "/metrics"))[1]
+            assert 'continuum_event_bus_settings_reloads_total{result="ok"} 1.0' in metrics
+            assert 'continuum_event_bus_settings_reloads_total{result="failed"} 4.0' in metrics
+            assert "another-token" not in json.dumps(router.logged)
+            router.process.send_signal(signal.SIGTERM)
+            assert await router.ended() == 0
+
+
+@pytest.mark.case("ER12")
+@in_flowing_time
+async def test_sigusr1_has_a_broker_come_anew() -> None:
+    with closing(ZmqPublisher()) as publisher, tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        wanted = [{"endpoint": publisher.endpoint, "dynamo_namespace": NAMESPACE, "topics": [""]}]
+        running = command(scratch, subscriptions=wanted, drain_deadline="200ms")
+        async with running as router, broker_of(router, scratch, publisher) as broker:
+            await publisher.subscribed()
+            router.process.send_signal(signal.SIGUSR1)
+            await publisher.subscribed(2, unsubscribes=1)
+            assert broker.counts.reconnects["rebalance"] == 1
+            assert (await router.logged_one("rebalance"))["outcome"] == "asked"
+            router.process.send_signal(signal.SIGTERM)
+            assert await router.ended() == 0
 
 
 PROBES = ("/metrics", "/healthz", "/readyz", "/statusz")

@@ -7,11 +7,9 @@ import asyncio
 import pytest
 from bus_rig import NAMESPACE, Publisher, in_flowing_time, loop, until
 from router_rig import ZmqPublisher, routing
+from zmtp_bytes import GREETING, READY
 
 from kura_shaper.broker.router.settings import Subscription
-
-GREETING = b"\xff" + bytes(7) + b"\x01\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
-READY = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03PUB"
 
 
 @pytest.mark.parametrize(

@@ -153,15 +153,13 @@ class Feed:
         self._lost(stream, f"publisher: {fault}", lived_s=0.0)
 
     def on_over(self, stream: FeedStream, end: TunnelEnd, *, lived_s: float) -> None:
-        """A stream ended by itself."""
+        """A stream ended by itself. When it was with its session, the owner of all feeds places them anew."""
         words = f"{end.ending}: {end.code}" if end.code and end.code != end.ending else str(end.ending)
         self._lost(stream, words, lived_s=lived_s)
-        if end.ending is TunnelEnding.SESSION_LOST:
-            # Another broker may have it, and that at once.
-            self.place()
-        elif end.ending in (TunnelEnding.REFUSED, TunnelEnding.EXPIRED):
+        if end.ending in (TunnelEnding.REFUSED, TunnelEnding.EXPIRED):
             self._refused.add(stream.session.id)
             if self._ask_for(self._refused) is not None:
+                # Another broker may have it, and that at once.
                 self.place()
 
     def _lost(self, stream: FeedStream, why: str, *, lived_s: float) -> None:
