@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
 from bus_rig import NAMESPACE, in_flowing_time, loop, until
 from router_rig import ANY_PORT, Publishing, RouterRig, ZmqPublisher, routing
 
@@ -15,6 +16,7 @@ def spread(rig: RouterRig) -> dict[str, int]:
     return {name: len(session.tunnels) for name, session in rig.bus.by_client.items()}
 
 
+@pytest.mark.case("ER4")
 @in_flowing_time
 async def test_two_brokers_share_the_publishers_and_one_takes_all_over_when_the_other_dies() -> None:
     publishers = [ZmqPublisher(number) for number in range(6)]
@@ -44,6 +46,7 @@ async def test_two_brokers_share_the_publishers_and_one_takes_all_over_when_the_
             assert len(missing) == each.missed
 
 
+@pytest.mark.case("ER9")
 @in_flowing_time
 async def test_a_broker_that_leaves_hands_its_publishers_over_and_no_event_is_lost() -> None:
     publishers = [ZmqPublisher(number) for number in range(4)]
@@ -69,6 +72,7 @@ async def test_a_broker_that_leaves_hands_its_publishers_over_and_no_event_is_lo
         assert rig.output.missed == 0
 
 
+@pytest.mark.case("ER8")
 @in_flowing_time
 async def test_a_newcomer_with_the_same_id_supersedes_and_reads_on() -> None:
     publisher = ZmqPublisher()
@@ -90,6 +94,7 @@ async def test_a_newcomer_with_the_same_id_supersedes_and_reads_on() -> None:
         await asyncio.gather(old[1], return_exceptions=True)
 
 
+@pytest.mark.case("ER11")
 @in_flowing_time
 async def test_a_router_that_stops_asks_its_clients_to_leave_and_ends() -> None:
     publisher = ZmqPublisher()
@@ -103,6 +108,7 @@ async def test_a_router_that_stops_asks_its_clients_to_leave_and_ends() -> None:
         assert broker.counts.stream_ends["unsubscribed"] == 1
 
 
+@pytest.mark.case("ER11")
 @in_flowing_time
 async def test_a_router_that_stops_waits_for_local_readers_until_its_deadline() -> None:
     publisher = ZmqPublisher()
@@ -123,6 +129,7 @@ async def test_a_router_that_stops_waits_for_local_readers_until_its_deadline() 
         writer.close()
 
 
+@pytest.mark.case("ER10")
 @in_flowing_time
 async def test_what_no_broker_advertises_is_tried_again_and_then_read() -> None:
     publisher = ZmqPublisher()
@@ -147,6 +154,7 @@ async def test_a_kv_listener_is_welcomed_and_never_asked_for_a_publisher() -> No
         assert broker.view.session
 
 
+@pytest.mark.case("ER10")
 @in_flowing_time
 async def test_another_namespace_is_left_to_who_covers_it() -> None:
     publisher = ZmqPublisher()

@@ -7,6 +7,7 @@ import hashlib
 import os
 from dataclasses import replace
 
+import pytest
 import zmq
 import zmq.asyncio
 from bus_rig import NAMESPACE, Publisher, in_flowing_time, loop, until
@@ -20,6 +21,7 @@ from kura_shaper.broker.router.dynamo import decode_event
 from kura_shaper.broker.router.settings import Subscription
 
 
+@pytest.mark.case("ER62")
 @in_flowing_time
 async def test_an_unmodified_subscriber_reads_a_publisher_that_it_has_no_route_to() -> None:
     publisher = ZmqPublisher()
@@ -38,6 +40,7 @@ async def test_an_unmodified_subscriber_reads_a_publisher_that_it_has_no_route_t
         await publisher.subscribed(unsubscribes=1)
 
 
+@pytest.mark.case("ER65")
 @in_flowing_time
 async def test_after_its_broker_died_the_subscriber_is_connected_by_another_one() -> None:
     publisher = ZmqPublisher()
@@ -58,6 +61,7 @@ async def test_after_its_broker_died_the_subscriber_is_connected_by_another_one(
             assert decode_event(await receiving).sequence == 0
 
 
+@pytest.mark.case("ER63")
 @in_flowing_time
 async def test_two_subscribers_at_once_have_a_stream_each_and_all_of_their_topics() -> None:
     publisher = ZmqPublisher()
@@ -79,6 +83,7 @@ async def test_two_subscribers_at_once_have_a_stream_each_and_all_of_their_topic
             assert len(rig.bus.ports[0].connections) == len(rig.bus.by_client["gpu-a-1"].tunnels) == 2
 
 
+@pytest.mark.case("ER64")
 @in_flowing_time
 async def test_a_subscriber_that_leaves_frees_its_stream_and_finds_another_when_it_comes_back() -> None:
     publisher = ZmqPublisher()
@@ -99,6 +104,7 @@ async def test_a_subscriber_that_leaves_frees_its_stream_and_finds_another_when_
         assert rig.bus.counts.local_connections == rig.bus.counts.tunnel_ends["unsubscribed"] == 5
 
 
+@pytest.mark.case("ER65")
 @in_flowing_time
 async def test_what_one_broker_refuses_a_connection_is_asked_of_another_one() -> None:
     publisher = ZmqPublisher()
@@ -113,6 +119,7 @@ async def test_what_one_broker_refuses_a_connection_is_asked_of_another_one() ->
         writer.transport.abort()
 
 
+@pytest.mark.case("ER66")
 @in_flowing_time
 async def test_bytes_come_through_whole_both_ways_and_the_end_too() -> None:
     publisher = Publisher()
@@ -138,6 +145,7 @@ async def test_bytes_come_through_whole_both_ways_and_the_end_too() -> None:
     await publisher.stop()
 
 
+@pytest.mark.case("ER67")
 @in_flowing_time
 async def test_a_reader_that_reads_nothing_ends_its_own_stream_and_no_other() -> None:
     publisher = Publisher()
@@ -161,6 +169,7 @@ async def test_a_reader_that_reads_nothing_ends_its_own_stream_and_no_other() ->
     await publisher.stop()
 
 
+@pytest.mark.case("ER68")
 @in_flowing_time
 async def test_without_a_broker_a_connection_is_closed_after_a_while_and_not_at_once() -> None:
     exposed = Subscription("tcp://127.0.0.1:9", NAMESPACE, expose=ANY_PORT)

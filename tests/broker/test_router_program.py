@@ -134,6 +134,8 @@ def port_of(place: str) -> int:
     return int(place.rpartition(":")[2])
 
 
+@pytest.mark.case("ER21")
+@pytest.mark.case("ER16")
 @in_flowing_time
 async def test_events_are_lines_of_json_probes_answer_and_a_signal_ends_it_with_0() -> None:
     with closing(ZmqPublisher()) as publisher, tempfile.TemporaryDirectory() as name:
@@ -166,6 +168,7 @@ async def test_events_are_lines_of_json_probes_answer_and_a_signal_ends_it_with_
                 assert TOKEN not in everything
 
 
+@pytest.mark.case("ER17")
 @in_flowing_time
 async def test_events_are_served_to_another_program_while_none_are_printed() -> None:
     with closing(ZmqPublisher()) as publisher, tempfile.TemporaryDirectory() as name:
@@ -250,6 +253,7 @@ async def test_sigusr1_has_a_broker_come_anew() -> None:
 PROBES = ("/metrics", "/healthz", "/readyz", "/statusz")
 
 
+@pytest.mark.case("ER11")
 @in_flowing_time
 async def test_a_second_signal_ends_it_at_once_although_a_client_stays() -> None:
     with closing(ZmqPublisher()) as publisher, tempfile.TemporaryDirectory() as name:

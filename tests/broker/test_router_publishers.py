@@ -14,6 +14,9 @@ from kura_shaper.broker.router.dynamo import Event, encode_event
 from kura_shaper.broker.router.settings import Subscription
 
 
+@pytest.mark.case("ER50")
+@pytest.mark.case("ER47")
+@pytest.mark.case("ER46")
 @pytest.mark.parametrize(
     ("said", "fault"),
     [
@@ -55,6 +58,7 @@ def test_a_publisher_that_is_none_costs_its_stream_and_nobody_elses(said: bytes,
     run()
 
 
+@pytest.mark.case("ER52")
 @in_flowing_time
 async def test_a_publisher_that_never_greets_is_let_go_after_thirty_seconds() -> None:
     silent = Publisher()
@@ -69,6 +73,7 @@ async def test_a_publisher_that_never_greets_is_let_go_after_thirty_seconds() ->
     await silent.stop()
 
 
+@pytest.mark.case("ER52")
 @in_flowing_time
 async def test_a_publisher_that_answers_no_ping_is_let_go() -> None:
     quiet = Publisher()
@@ -88,6 +93,7 @@ async def test_a_publisher_that_answers_no_ping_is_let_go() -> None:
     await quiet.stop()
 
 
+@pytest.mark.case("ER51")
 @in_flowing_time
 async def test_halves_of_messages_of_many_publishers_take_only_so_much_together() -> None:
     hostile = Publisher()
@@ -108,6 +114,7 @@ async def test_halves_of_messages_of_many_publishers_take_only_so_much_together(
     await hostile.stop()
 
 
+@pytest.mark.case("ER44")
 @in_flowing_time
 async def test_messages_that_are_no_events_are_counted_and_the_next_event_is_read() -> None:
     publisher = ZmqPublisher()
@@ -127,6 +134,7 @@ async def test_messages_that_are_no_events_are_counted_and_the_next_event_is_rea
         }
 
 
+@pytest.mark.case("ER49")
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_a_publisher_says_only_its_own_stream_is_lost(seed: int) -> None:
     @in_flowing_time
@@ -158,6 +166,7 @@ def test_whatever_a_publisher_says_only_its_own_stream_is_lost(seed: int) -> Non
     run()
 
 
+@pytest.mark.case("ER51")
 @in_flowing_time
 async def test_a_message_that_never_ends_is_kept_to_a_bound_and_holds_nobody_up() -> None:
     good, bad = ZmqPublisher(), Publisher()

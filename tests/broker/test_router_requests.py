@@ -26,6 +26,7 @@ from kura_shaper.broker.protocol.frames import (
 from kura_shaper.broker.router.health import RouterHealth
 
 
+@pytest.mark.case("ER2")
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
@@ -54,6 +55,7 @@ def test_each_refusal_has_its_status(headers: dict[str, str], status: int) -> No
     run()
 
 
+@pytest.mark.case("ER2")
 @in_flowing_time
 async def test_a_stream_is_claimed_once_and_only_by_its_own_session() -> None:
     async with routing() as rig, client(rig) as raw:
@@ -95,6 +97,7 @@ class Silent:
         self.said.append(str(end.ending))  # type: ignore[attr-defined]
 
 
+@pytest.mark.case("ER1")
 @in_flowing_time
 async def test_without_http2_nothing_is_served() -> None:
     async with routing() as rig, client(rig, alpn=("http/1.1",)) as raw:
@@ -102,6 +105,7 @@ async def test_without_http2_nothing_is_served() -> None:
         assert rig.bus.counts.connections == 0
 
 
+@pytest.mark.case("ER55")
 @in_flowing_time
 async def test_a_client_that_guesses_tokens_is_not_served_for_long() -> None:
     async with routing() as rig, client(rig) as raw:
@@ -113,6 +117,7 @@ async def test_a_client_that_guesses_tokens_is_not_served_for_long() -> None:
         assert rig.bus.counts.answers["401"] == 16
 
 
+@pytest.mark.case("ER57")
 @in_flowing_time
 async def test_a_connection_on_which_nothing_happens_is_closed() -> None:
     async with routing() as rig, client(rig) as raw:
@@ -122,6 +127,7 @@ async def test_a_connection_on_which_nothing_happens_is_closed() -> None:
         await until(lambda: not rig.bus._connections)
 
 
+@pytest.mark.case("ER53")
 @pytest.mark.parametrize(
     ("data", "code"),
     [
@@ -148,6 +154,7 @@ def test_frames_that_are_none_end_the_session_and_the_client_is_told(data: bytes
     run()
 
 
+@pytest.mark.case("ER57")
 @in_flowing_time
 async def test_a_hello_that_does_not_come_ends_it_after_ten_seconds() -> None:
     async with routing() as rig, client(rig) as raw:
@@ -159,6 +166,7 @@ async def test_a_hello_that_does_not_come_ends_it_after_ten_seconds() -> None:
         assert error.code == "idle_timeout"
 
 
+@pytest.mark.case("ER1")
 @in_flowing_time
 async def test_a_role_that_there_is_none_of_is_refused_and_a_listener_is_welcomed() -> None:
     async with routing() as rig:
@@ -175,6 +183,7 @@ async def test_a_role_that_there_is_none_of_is_refused_and_a_listener_is_welcome
             assert error.code == "invalid_hello"
 
 
+@pytest.mark.case("ER58")
 @in_flowing_time
 async def test_more_clients_than_may_be_are_told_to_come_later() -> None:
     async with routing(max_sessions=1) as rig, client(rig) as first, client(rig) as second:
@@ -186,6 +195,7 @@ async def test_more_clients_than_may_be_are_told_to_come_later() -> None:
         assert (error.code, error.retry_after_ms) == ("overloaded", 5_000)
 
 
+@pytest.mark.case("ER56")
 @in_flowing_time
 async def test_streams_that_are_reset_as_fast_as_they_are_opened_leave_nothing() -> None:
     async with routing() as rig, client(rig) as raw:
@@ -200,6 +210,7 @@ async def test_streams_that_are_reset_as_fast_as_they_are_opened_leave_nothing()
         assert rig.bus.by_client
 
 
+@pytest.mark.case("ER21")
 @in_flowing_time
 async def test_a_token_is_in_no_status() -> None:
     async with routing() as rig, client(rig) as raw:

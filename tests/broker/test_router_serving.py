@@ -37,6 +37,7 @@ async def lines(found: asyncio.StreamReader, number: int) -> list[dict[str, Any]
     return [json.loads(await found.readline()) for _ in range(number)]
 
 
+@pytest.mark.case("ER17")
 @in_flowing_time
 async def test_each_program_has_every_event_from_when_it_connected_on() -> None:
     publisher = ZmqPublisher()
@@ -60,6 +61,7 @@ async def test_each_program_has_every_event_from_when_it_connected_on() -> None:
         await until(lambda: not rig.bus.served or not rig.bus.served.clients)
 
 
+@pytest.mark.case("ER18")
 @in_flowing_time
 async def test_a_program_that_reads_nothing_is_cut_off_and_counted_and_nobody_lacks_an_event() -> None:
     publisher = ZmqPublisher()
@@ -92,6 +94,7 @@ def clients(rig: RouterRig) -> list[Any]:
     return [each for each in rig.bus.served.clients if each._transport is not None]
 
 
+@pytest.mark.case("ER18")
 @in_flowing_time
 async def test_only_so_many_programs_are_served_and_a_place_that_is_left_is_given_again() -> None:
     async with routing(serve=ANY_PORT) as rig:
@@ -111,6 +114,7 @@ async def test_only_so_many_programs_are_served_and_a_place_that_is_left_is_give
             each.transport.abort()
 
 
+@pytest.mark.case("ER17")
 @in_flowing_time
 async def test_what_a_program_says_means_nothing_and_its_end_is_its_end() -> None:
     publisher = ZmqPublisher()
@@ -129,6 +133,7 @@ async def test_what_a_program_says_means_nothing_and_its_end_is_its_end() -> Non
         await rig.hear(publisher)
 
 
+@pytest.mark.case("ER17")
 @in_flowing_time
 async def test_a_router_that_ends_closes_what_it_serves() -> None:
     async with routing(serve=ANY_PORT) as rig, reader(rig) as found:
@@ -137,6 +142,7 @@ async def test_a_router_that_ends_closes_what_it_serves() -> None:
         assert await found.read() == b""
 
 
+@pytest.mark.case("ER20")
 @in_flowing_time
 async def test_an_address_that_can_not_be_had_is_said_by_its_key() -> None:
     with socket.socket() as taken:
