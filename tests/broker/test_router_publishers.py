@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 
-@pytest.mark.case("ER50")
-@pytest.mark.case("ER47")
 @asynccontextmanager
 async def beside_a_good_one() -> AsyncIterator[tuple[RouterRig, ZmqPublisher, Publisher]]:
     """Run a router and a broker with a publisher that is good, and one that says only what a test has it say."""
@@ -48,6 +46,8 @@ async def alone(*topics: str) -> AsyncIterator[tuple[RouterRig, Publisher]]:
 
 
 @pytest.mark.case("ER46")
+@pytest.mark.case("ER47")
+@pytest.mark.case("ER50")
 @pytest.mark.parametrize(
     ("said", "fault"),
     [
