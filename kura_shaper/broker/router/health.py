@@ -46,10 +46,13 @@ class RouterHealth:
             "stopping": bus.is_stopping,
             "sessions": [_session(session) for session in tuple(bus.by_client.values())],
             "feeds": [_feed(feed) for feed in bus.feeds],
+            "served": {"listen": f"{bus.served.listen.host}:{bus.served.port}", "clients": len(bus.served.clients)}
+            if bus.served
+            else None,
             "ports": [
                 {
                     "listen": f"{port.listen.host}:{port.port}",
-                    "endpoint": port.target.endpoint,
+                    "endpoint": port.wanted.name,
                     "connections": len(port.connections),
                 }
                 for port in bus.ports
@@ -72,7 +75,7 @@ def _session(session: ClientSession) -> dict[str, Any]:
             {
                 "id": tunnel.stream_id,
                 "state": tunnel.state.value,
-                "endpoint": tunnel.target.endpoint,
+                "endpoint": str(tunnel.target),
                 "received_bytes": tunnel.received_bytes,
                 "sent_bytes": tunnel.sent_bytes,
             }
@@ -84,7 +87,7 @@ def _session(session: ClientSession) -> dict[str, Any]:
 def _feed(feed: Feed) -> dict[str, Any]:
     session, known = feed.session, feed.sequences.known
     return {
-        "endpoint": feed.wanted.endpoint,
+        "endpoint": feed.wanted.name,
         "dynamo_namespace": feed.wanted.dynamo_namespace,
         "topics": feed.wanted.topics,
         "read": feed.is_read,
@@ -99,6 +102,7 @@ def _feed(feed: Feed) -> dict[str, Any]:
                 "received": each.received,
                 "missed": each.missed,
                 "gaps": each.gaps,
+                "late": each.late,
                 "duplicates": each.duplicates,
                 "restarts": each.restarts,
             }

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
 from kura_shaper import __version__
+from kura_shaper.broker.families import Families
 from kura_shaper.broker.protocol.codes import Role
 from kura_shaper.broker.router.tunnel import TunnelState
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from kura_shaper.broker.router.service import EventBus
 
 PREFIX = "continuum_event_bus_"
+_FAMILIES = Families(PREFIX)
+_gauge, _labelled = _FAMILIES.gauge, _FAMILIES.labelled
 # Name, words, label, and the counter of RouterCounts.
 _BY_LABEL = (
     ("answers", "Answers to requests of clients", "status", "answers"),
@@ -29,7 +32,10 @@ _BY_LABEL = (
     ("events_dropped", "Events that were not passed on", "reason", "dropped"),
     ("bad_events", "Messages that were no events", "reason", "bad_events"),
     ("bad_publishers", "Publishers that could not be read", "reason", "bad_publishers"),
+    ("served_cut_off", "Readers of the served events that were cut off", "reason", "served_cut_off"),
     ("credential_reloads", "Readings of tokens and certificate", "result", "credential_reloads"),
+    ("settings_reloads", "Readings of the settings that were asked for", "result", "settings_reloads"),
+    ("rebalanced", "Brokers in rebalances that were asked for", "outcome", "rebalanced"),
 )
 _PLAIN = (
     ("connections", "Connections that were made", "connections"),
@@ -41,6 +47,7 @@ _PLAIN = (
     ("events", "Events that came", "events"),
     ("events_missed", "Events that are missing by their numbers", "events_missed"),
     ("local_connections", "Connections to exposed ports", "local_connections"),
+    ("served_connections", "Connections of readers of the served events", "served_connections"),
 )
 
 
@@ -74,15 +81,5 @@ class RouterMetrics:
         yield _gauge("streams_asked", "Subscribes that are no streams yet", states.count(TunnelState.ASKED))
         yield _gauge("feeds", "Publishers whose events are wanted", len(bus.feeds))
         yield _gauge("feeds_read", "Publishers that are subscribed to", sum(feed.is_read for feed in bus.feeds))
+        yield _gauge("served_clients", "Readers of the served events", len(bus.served.clients) if bus.served else 0)
         yield _gauge("event_loop_lag_seconds", "How late the event loop was last", bus.counts.loop_lag_s)
-
-
-def _gauge(name: str, words: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"{PREFIX}{name}", words, float(value))
-
-
-def _labelled(name: str, words: str, label: str, values: dict[str, int]) -> CounterMetricFamily:
-    made = CounterMetricFamily(f"{PREFIX}{name}", words, labels=[label])
-    for value, number in values.items():
-        made.add_metric([value], number)
-    return made
