@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -291,3 +292,16 @@ def test_no_channels_that_anybody_may_write_fail_a_page(channels: Any, key: str)
     good = resource({"a": channel("tcp://10.0.0.1:1")}, name="good")
     found = page(resource(channels), resource({key: channels}), resource({key: channel(channels)}), good)
     assert found.resources[-1].publishers == (("tcp://10.0.0.1:1", "dynamo"),)
+
+
+@settings(max_examples=100, deadline=None)
+@given(channels=st.dictionaries(st.text(max_size=4), JSON, max_size=3), key=st.text(max_size=4))
+def test_a_resource_is_read_alike_whatever_stands_beside_it(channels: Any, key: str) -> None:
+    several = channels | {key: channel("tcp://10.0.0.1:1"), "z": channel("tcp://10.0.0.1")}
+    # What is malformed keeps a page from being read at once: each of its resources is read by itself.
+    alone, beside = page(resource(several)), page(resource(several), resource(7, name="malformed"))
+    assert alone.resources == beside.resources[:1]
+    assert beside.skipped == alone.skipped + Counter([Skip.MALFORMED_RESOURCE])
+    assert (
+        parse_event(json.dumps({"type": "ADDED", "object": resource(several)}).encode()).resource == alone.resources[0]
+    )
