@@ -1,9 +1,10 @@
 """What is advertised in the watched namespaces, kept current by one list and a watch for each.
 
-A list is taken page by page, with at most one raw page in memory, and counts only as a whole: it replaces
-what was known of its namespace in one step. Until then, and while the API server is away, what was known
-stays: a subscribe must not fail because of an outage. Each change of a watch first takes away what its resource
-advertised before, so an address that left is refused at once, also when what came instead is too much to keep.
+A list is taken page by page, with at most one raw page in memory, also of several namespaces, which take turns. It
+counts only as a whole: it replaces what was known of its namespace in one step. Until then, and while the API server is
+away, what was known stays: a subscribe must not fail because of an outage. Each change of a watch first takes away what
+its resource advertised before, so an address that left is refused at once, also when what came instead is too much to
+keep.
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ class MetadataDirectory:
         self._timing = timing or Timing()
         self._followers = tuple(_Follower(name, proven_ns=clock.now_ns()) for name in namespaces)
         self._synced = asyncio.Event()
+        self._page_turn = asyncio.Lock()
         self.counts = DirectoryCounts()
 
     def is_advertised(self, endpoint: str, dynamo_namespace: str) -> bool:
@@ -170,7 +172,8 @@ class MetadataDirectory:
                     log_event(
                         _log, "metadata_failed", level=logging.WARNING, namespace=follower.name, reason=str(error)
                     )
-                await self._clock.sleep_ns(max(backoff.next_ns(), error.retry_after_ns))
+                # Added, since a server that was away tells every namespace, and every broker, to wait equally long.
+                await self._clock.sleep_ns(error.retry_after_ns + backoff.next_ns())
 
     # The list.
 
@@ -206,7 +209,10 @@ class MetadataDirectory:
     async def _page(self, follower: _Follower, query: Mapping[str, str]) -> MetadataPage:
         """Return a page. What it was read from is let go with this call, before there is another."""
         limit_s = self._timing.page_s
-        async with self._api.get(_path(follower.name), query, idle_s=limit_s, total_s=limit_s) as answer:
+        async with (
+            self._page_turn,
+            self._api.get(_path(follower.name), query, idle_s=limit_s, total_s=limit_s) as answer,
+        ):
             await _require_ok(answer)
             # Handed over whole: a thread may keep its arguments for a while after it has answered.
             held = [await answer.body()]

@@ -236,6 +236,68 @@ async def test_what_is_known_outlives_an_outage_and_what_was_deleted_goes_with_t
         assert known.directory.counts.watch_restarts["expired"] == 1
 
 
+@pytest.mark.parametrize("retry_after_s", [0, 10])
+@in_a_loop
+async def test_namespaces_that_fail_at_once_come_back_at_different_instants(retry_after_s: int) -> None:
+    server = Server(*(f"gpu-{number}" for number in range(16)))
+    away = True
+
+    def answer(_: Asked) -> FakeAnswer | None:
+        return refusal(503, "starting", retry_after_ns=retry_after_s * 1_000_000_000) if away else None
+
+    async with following(server) as known:
+        await until(lambda: all(api.watches for api in server.namespaces.values()))
+        for api in server.namespaces.values():
+            api.answer = answer
+            api.forget()
+            api.end_watches(ApiError("reset"))
+        # The cut of each watch, and two refusals after that.
+        await until(lambda: len(known.clock.slept_ns) >= 3 * 16)
+        away = False
+        waits = known.clock.slept_ns[:48]
+        await until(lambda: known.directory.counts.lists["ok"] == 32)
+    told_ns = retry_after_s * 1_000_000_000
+    for first in (16, 32):
+        refused = waits[first : first + 16]
+        assert min(refused) >= told_ns
+        # No two alike, and spread over what the backoff has come to.
+        assert len(set(refused)) == 16
+        assert max(refused) - min(refused) > 100_000_000
+
+
+@pytest.mark.case("EB3")
+@in_a_loop
+async def test_one_page_is_in_memory_at_a_time_also_of_several_namespaces() -> None:
+    inner = Server("gpu", "canary", "lab")
+    for number in range(70):
+        for name in inner.namespaces:
+            inner.put(channel(endpoint(number)), name=f"w{number}", namespace=name)
+    under_way: list[str] = []
+    turns = []
+
+    class Slow(Server):
+        @asynccontextmanager
+        async def get(
+            self, path: str, query: Mapping[str, str], *, idle_s: float, total_s: float | None = None
+        ) -> AsyncIterator[Answer]:
+            async with inner.get(path, query, idle_s=idle_s, total_s=total_s) as answer:
+                if "watch" in query:
+                    yield answer
+                    return
+                under_way.append(path)
+                turns.append(path)
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                    assert under_way == [path]
+                yield answer
+                under_way.remove(path)
+
+    async with following(Slow(*inner.namespaces)) as known:
+        assert known.directory.resources == 210
+        # In turns, so that a long list of one namespace does not keep the others waiting for all of it.
+        assert len(set(turns[:3])) == 3
+
+
 @pytest.mark.case("EB6")
 @in_a_loop
 async def test_a_watch_that_does_not_open_within_thirty_seconds_is_tried_again() -> None:
