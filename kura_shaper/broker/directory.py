@@ -22,7 +22,7 @@ from kura_shaper.tenants.kubernetes.pace import Backoff
 from kura_shaper.tenants.kubernetes.wire import OK, ApiError, GoneError, Kind, refused
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from random import Random
 
     from kura_shaper.tenants.kubernetes.pace import AsyncClock
@@ -69,22 +69,22 @@ class _Namespace:
     """What is known of one namespace: the publishers of each resource, and how often each is advertised."""
 
     def __init__(self) -> None:
-        self.resources: dict[str, tuple[Publisher, ...]] = {}
+        self.resources: dict[str, Resource] = {}
         self.advertised: Counter[Publisher] = Counter()
         self.references = 0
 
     def put(self, resource: Resource) -> None:
         """Let a resource advertise what it has, and nothing that it had."""
         self.remove(resource.name)
-        self.resources[resource.name] = resource.publishers
+        self.resources[resource.name] = resource
         self.advertised.update(resource.publishers)
         self.references += len(resource.publishers)
 
     def remove(self, name: str) -> None:
         """Let a resource advertise nothing, and be gone."""
-        publishers = self.resources.pop(name, ())
-        self.references -= len(publishers)
-        for publisher in publishers:
+        former = self.resources.pop(name, Resource(name))
+        self.references -= len(former.publishers)
+        for publisher in former.publishers:
             self.advertised[publisher] -= 1
             if not self.advertised[publisher]:
                 del self.advertised[publisher]
@@ -113,7 +113,10 @@ class MetadataDirectory:
         clock: AsyncClock,
         random: Random,
         timing: Timing | None = None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_change` is told when what is advertised may have changed."""
+        self._on_change = on_change
         self._api, self._clock, self._random = api, clock, random
         self._timing = timing or Timing()
         self._followers = tuple(_Follower(name, proven_ns=clock.now_ns()) for name in namespaces)
@@ -125,6 +128,13 @@ class MetadataDirectory:
         """See Advertised."""
         wanted = (endpoint, dynamo_namespace)
         return self._synced.is_set() and any(wanted in each.known.advertised for each in self._followers)
+
+    def publishers(self, namespace: str) -> Iterator[tuple[Publisher, str]]:
+        """Yield what is advertised in one of the namespaces, and its topic, as often as it is."""
+        for each in self._followers:
+            if each.name == namespace:
+                for resource in each.known.resources.values():
+                    yield from zip(resource.publishers, resource.topics, strict=True)
 
     async def synced(self) -> None:
         """Return when every namespace was listed once."""
@@ -189,6 +199,7 @@ class MetadataDirectory:
         self._prove(follower)
         if all(each.is_synced for each in self._followers):
             self._synced.set()
+        self._on_change()
 
     async def _list(self, follower: _Follower) -> tuple[_Namespace, str]:
         """Return all of a namespace, and its version. Raises ApiError; then nothing has changed."""
@@ -224,17 +235,17 @@ class MetadataDirectory:
             self.counts.skipped[Skip.RESOURCE_CAP] += 1
         elif self._others(follower) + found.references + len(resource.publishers) > REFERENCES_MAX:
             self.counts.skipped[Skip.TOTAL_CAP] += 1
-            found.put(Resource(resource.name, ()))
+            found.put(Resource(resource.name))
         else:
             found.put(resource)
 
     def _fit(self, follower: _Follower, found: _Namespace) -> None:
         """Keep the cap of all namespaces, another of which may have grown while this one was listed."""
-        for name, publishers in reversed(tuple(found.resources.items())):
+        for resource in reversed(tuple(found.resources.values())):
             if self._others(follower) + found.references <= REFERENCES_MAX:
                 return
-            if publishers:
-                found.put(Resource(name, ()))
+            if resource.publishers:
+                found.put(Resource(resource.name))
                 self.counts.skipped[Skip.TOTAL_CAP] += 1
 
     def _others(self, follower: _Follower) -> int:
@@ -284,6 +295,7 @@ class MetadataDirectory:
         self.counts.note(event.skipped)
         if event.kind is not Kind.DELETED:
             self._put(follower, follower.known, event.resource)
+        self._on_change()
 
     def _prove(self, follower: _Follower) -> None:
         follower.proven_ns = self._clock.now_ns()

@@ -7,6 +7,7 @@ both generations of workers are known: the scope of a channel was flat, and is a
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
@@ -19,7 +20,10 @@ from kura_shaper.broker.nesting import elements, members
 from kura_shaper.tenants.kubernetes.wire import ApiError, Kind, refused
 
 ENTRIES_MAX, PUBLISHERS_MAX = 1_024, 256
+# No settings may have longer ones, so nobody could ask for them, and they are not kept.
+NAMESPACE_CHARACTERS_MAX = TOPIC_CHARACTERS_MAX = 253
 KEY_BYTES_MAX, VALUE_BYTES_MAX = 1_024, 65_536
+_TOPICS_SHARED = 64
 _ZMQ = "Zmq"
 
 Publisher = tuple[str, str]
@@ -43,10 +47,14 @@ class Skip(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """A resource by its name, and what it advertises, in the order of the document."""
+    """A resource by its name, and what it advertises, in the order of the document.
+
+    `topics` has what each of the publishers says that it publishes, "" where it says nothing of use.
+    """
 
     name: str
-    publishers: tuple[Publisher, ...]
+    publishers: tuple[Publisher, ...] = ()
+    topics: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +129,7 @@ class _Channel(msgspec.Struct):
     transport: _Transport
     scope: msgspec.Raw = msgspec.Raw(b"null")
     namespace: msgspec.Raw = msgspec.Raw(b"null")
+    topic: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class _Zmq(msgspec.Struct):
@@ -159,7 +168,7 @@ def parse_page(content: bytes) -> MetadataPage:
     skipped: Counter[Skip] = Counter()
     found = _whole_page(content) or _careful_page(content)
     if isinstance(found, _WholePage):
-        resources = [Resource(each.metadata.name, _publishers(each.spec, skipped)) for each in found.items]
+        resources = [_advertising(each.metadata.name, each.spec, skipped) for each in found.items]
     else:
         resources = [made for raw in found.items or () if (made := _resource(raw, skipped)) is not None]
     if not found.kind.endswith("List") or found.items is None or not found.metadata.resource_version:
@@ -179,11 +188,11 @@ def parse_event(line: bytes) -> MetadataEvent:
             raise ApiError("an event is of no known kind")
         head = _metadata_of(content)
         if kind == Kind.BOOKMARK:
-            return MetadataEvent(Kind.BOOKMARK, head["resourceVersion"], Resource("", ()))
+            return MetadataEvent(Kind.BOOKMARK, head["resourceVersion"], Resource(""))
         skipped: Counter[Skip] = Counter()
         made = _resource(content, skipped) if kind != Kind.DELETED else None
         version = head["resourceVersion"]
-        return MetadataEvent(Kind(kind), version, made or Resource(head["name"], ()), skipped)
+        return MetadataEvent(Kind(kind), version, made or Resource(head["name"]), skipped)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError) as error:
         raise ApiError("an event can't be read") from error
 
@@ -243,12 +252,13 @@ def _resource(content: bytes | msgspec.Raw, skipped: Counter[Skip]) -> Resource 
         spec = _body.decode(content).spec
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         skipped[Skip.MALFORMED_RESOURCE] += 1
-        return Resource(name, ()) if name else None
-    return Resource(name, _publishers(spec, skipped))
+        return Resource(name) if name else None
+    return _advertising(name, spec, skipped)
 
 
-def _publishers(spec: _Spec, skipped: Counter[Skip]) -> tuple[Publisher, ...]:
+def _advertising(name: str, spec: _Spec, skipped: Counter[Skip]) -> Resource:
     found: list[Publisher] = []
+    topics: list[str] = []
     for number, (key, raw) in enumerate((spec.data.event_channels or {}).items()):
         if number == ENTRIES_MAX:
             skipped[Skip.ENTRY_CAP] += 1
@@ -260,12 +270,19 @@ def _publishers(spec: _Spec, skipped: Counter[Skip]) -> tuple[Publisher, ...]:
             if len(found) == PUBLISHERS_MAX:
                 skipped[Skip.PUBLISHER_CAP] += 1
                 break
-            found.append(made)
-    return tuple(found)
+            found.append(made[0])
+            topics.append(made[1])
+    return Resource(name, tuple(found), _shared(tuple(topics)))
 
 
-def _publisher(key: str, raw: msgspec.Raw) -> Publisher | Skip | None:
-    """Return what a channel advertises, None for what is no publisher of ours, or why it was skipped."""
+# Workers of one kind have the same topics, in the same order.
+@functools.lru_cache(_TOPICS_SHARED)
+def _shared(topics: tuple[str, ...]) -> tuple[str, ...]:
+    return topics
+
+
+def _publisher(key: str, raw: msgspec.Raw) -> tuple[Publisher, str] | Skip | None:
+    """Return what a channel advertises and its topic, None for what is no publisher of ours, or why it was skipped."""
     if len(key.encode(errors="surrogatepass")) > KEY_BYTES_MAX:
         return Skip.KEY_TOO_LONG
     if memoryview(raw).nbytes > VALUE_BYTES_MAX:
@@ -279,9 +296,11 @@ def _publisher(key: str, raw: msgspec.Raw) -> Publisher | Skip | None:
         return Skip.MALFORMED_ENTRY
     if len(endpoint.encode(errors="surrogatepass")) > ENDPOINT_BYTES_MAX:
         return Skip.ENDPOINT_TOO_LONG
+    if len(namespace) > NAMESPACE_CHARACTERS_MAX:
+        return Skip.MALFORMED_ENTRY
     try:
         # Many resources name the same few namespaces, and relists the same endpoints.
-        return sys.intern(str(parse_endpoint(endpoint))), sys.intern(namespace)
+        return (sys.intern(str(parse_endpoint(endpoint))), sys.intern(namespace)), _topic(channel)
     except EndpointError:
         return Skip.BAD_ENDPOINT
 
@@ -299,3 +318,12 @@ def _namespace(channel: _Channel) -> str:
     if found is None:
         raise msgspec.ValidationError("a scope of no known kind")
     return found
+
+
+def _topic(channel: _Channel) -> str:
+    """Return the topic of a channel, "" for none that can be read: that is no fault, since it allows nothing."""
+    try:
+        topic = _text.decode(channel.topic)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return ""
+    return sys.intern(topic) if len(topic) <= TOPIC_CHARACTERS_MAX else ""

@@ -59,9 +59,18 @@ class Following:
 
     def __init__(self, server: Server, *, timing: Timing | None = None) -> None:
         self.clock = FakeAsyncClock()
+        self.changes = 0
         self.directory = MetadataDirectory(
-            server, tuple(server.namespaces), clock=self.clock, random=Random(1), timing=timing
+            server,
+            tuple(server.namespaces),
+            clock=self.clock,
+            random=Random(1),
+            timing=timing,
+            on_change=self._on_change,
         )
+
+    def _on_change(self) -> None:
+        self.changes += 1
 
     def knows(self, number: int = 1) -> bool:
         return self.directory.is_advertised(endpoint(number), NAMESPACE)
@@ -110,6 +119,25 @@ async def test_what_is_created_changed_and_deleted_is_known() -> None:
         server.namespaces["gpu"].delete("w0", namespace="gpu")
         await until(lambda: not known.knows(2))
         assert (known.directory.resources, known.directory.references) == (0, 0)
+
+
+@in_a_loop
+async def test_publishers_are_told_with_their_topics_by_namespace_and_each_change_is() -> None:
+    server = Server("gpu", "canary")
+    server.put(channel(endpoint(1), topic="kv_metrics"), channel(endpoint(2)))
+    server.put(channel(endpoint(3)), namespace="canary")
+    async with following(server) as known:
+        told = list(known.directory.publishers("gpu"))
+        assert told == [((endpoint(1), NAMESPACE), "kv_metrics"), ((endpoint(2), NAMESPACE), "kv-events")]
+        assert list(known.directory.publishers("elsewhere")) == []
+        assert known.changes == 2
+        api = server.namespaces["gpu"]
+        await api.until(lambda: bool(api.watches))
+        api.bookmark()
+        api.delete("w0", namespace="gpu")
+        await until(lambda: known.changes == 3)
+        assert list(known.directory.publishers("gpu")) == []
+        assert len(list(known.directory.publishers("canary"))) == 1
 
 
 @pytest.mark.case("ED15")

@@ -56,6 +56,25 @@ def test_a_channel_with_a_scope_as_newer_workers_write_it(scope: Any) -> None:
     assert read({"k": scoped(scope)}) == ([("tcp://10.244.1.7:1", "team-a")], {})
 
 
+@pytest.mark.parametrize(
+    ("topic", "found"),
+    [("kv-events", "kv-events"), ("x" * 254, ""), (7, ""), (None, ""), (["kv-events"], "")],
+)
+def test_a_topic_is_known_where_it_can_be_read_and_advertises_nothing_more_or_less(topic: Any, found: str) -> None:
+    read_page = page(resource({"k": channel("tcp://10.244.1.7:1", topic=topic), "bad": 7, "n": channel("tcp://a:2")}))
+    (made,) = read_page.resources
+    assert made.publishers == (("tcp://10.244.1.7:1", "dynamo"), ("tcp://a:2", "dynamo"))
+    assert made.topics == (found, "kv-events")
+
+
+def test_a_dynamo_namespace_that_no_settings_may_have_is_not_kept() -> None:
+    channels = {
+        "a": channel("tcp://10.0.0.1:1", namespace="n" * 254),
+        "b": channel("tcp://10.0.0.1:2", namespace="n" * 253),
+    }
+    assert read(channels) == ([("tcp://10.0.0.1:2", "n" * 253)], {"malformed_entry": 1})
+
+
 @pytest.mark.case("ED4")
 def test_an_ipv6_address_is_known_by_its_canonical_form() -> None:
     channels = {"a": scoped({"kind": "namespace", "name": "team-a"}, "tcp://[FD00:0:0::7]:5557")}
