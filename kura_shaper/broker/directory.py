@@ -64,6 +64,16 @@ class DirectoryCounts:
         for reason, number in skipped.items():
             self.skipped[reason] += number
 
+    def add(self, other: DirectoryCounts) -> None:
+        """Count what another one counted as well."""
+        for mine, others in (
+            (self.skipped, other.skipped),
+            (self.lists, other.lists),
+            (self.watch_restarts, other.watch_restarts),
+        ):
+            for key, number in others.items():
+                mine[key] += number
+
 
 class _Namespace:
     """What is known of one namespace: the publishers of each resource, and how often each is advertised."""

@@ -7,6 +7,7 @@ import json
 import ssl
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from random import Random
 from typing import TYPE_CHECKING
 
 import h2.config
@@ -30,7 +31,9 @@ from kura_shaper.broker.protocol.frames import (
     ZmqEndpoint,
 )
 from kura_shaper.broker.protocol.limits import MEDIA_TYPE, Limits
+from kura_shaper.broker.router.discovery import Discovery
 from kura_shaper.broker.router.health import RouterHealth
+from kura_shaper.tenants.kubernetes.pace import SystemAsyncClock
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -332,4 +335,5 @@ async def test_streams_that_are_reset_as_fast_as_they_are_opened_leave_nothing()
 async def test_a_token_is_in_no_status() -> None:
     async with routing() as rig, client(rig) as raw:
         await raw.session()
-        assert TOKEN not in json.dumps(RouterHealth(rig.bus).status(), default=str)
+        discovery = Discovery(rig.bus.settings, {}, rig.bus, clock=SystemAsyncClock(), random=Random(1))
+        assert TOKEN not in json.dumps(RouterHealth(rig.bus, discovery).status(), default=str)

@@ -104,7 +104,9 @@ class Feed:
         for stream in (self.current, self.next):
             if stream is not None:
                 stream.close()
-        self.current = self.next = None
+        if self.next is not None:
+            self._drop_next()
+        self.current = None
 
     # What its streams tell.
 
@@ -142,10 +144,7 @@ class Feed:
 
     def _lost(self, stream: FeedStream, why: str, *, lived_s: float) -> None:
         if stream is self.next:
-            if self.current is not None:
-                self.current.session.moving -= 1
-            self.next = None
-            self._drop_held()
+            self._drop_next()
             return
         if stream is not self.current:
             return
@@ -160,6 +159,12 @@ class Feed:
         self._failures += 1
         self._cancel_retry()
         self._retry = self._loop.call_later(self._owner.random.uniform(most_s / 2, most_s), self.place)
+
+    def _drop_next(self) -> None:
+        if self.current is not None:
+            self.current.session.moving -= 1
+        self.next = None
+        self._drop_held()
 
     def _change_over(self, stream: FeedStream) -> None:
         """Go on with the next stream, with what it brought meanwhile."""

@@ -27,13 +27,14 @@ from kura_shaper.errors import UsageError
 from kura_shaper.log import event as log_event
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from random import Random
 
     from kura_shaper.broker.protocol.frames import Hello
     from kura_shaper.broker.router.credentials import ServerCredentials
     from kura_shaper.broker.router.output import EventOutput
     from kura_shaper.broker.router.session import ClientSession
-    from kura_shaper.broker.router.settings import RouterSettings
+    from kura_shaper.broker.router.settings import RouterSettings, Subscription
 
 _HANDSHAKE_WITHIN_S, _CLOSE_WITHIN_S = 10.0, 2.0
 _LAG_EVERY_S, _RELOAD_EVERY_S = 0.5, 10.0
@@ -63,6 +64,7 @@ class EventBus:
         self._by_id: dict[str, ClientSession] = {}
         self._connections: set[BusConnection] = set()
         self.feeds = tuple(Feed(each, self) for each in settings.subscriptions if each.topics)
+        self._feeds_of_settings = len(self.feeds)
         self.ports = tuple(LocalPort(each, each.expose, self) for each in settings.subscriptions if each.expose)
         self._listener: socket.socket | None = None
         self._places = asyncio.Semaphore(settings.max_sessions + _SPARE_CONNECTIONS)
@@ -163,6 +165,19 @@ class EventBus:
         """Ask one client to leave; what it had is read over others first where there are any."""
         session.drain(reason, self.settings.drain_deadline_ms)
         self._move_away(session)
+
+    def read_discovered(self, wanted: Iterable[Subscription]) -> None:
+        """See discovery.Reader."""
+        if self.is_stopping:
+            return
+        of_settings, before = self.feeds[: self._feeds_of_settings], self.feeds[self._feeds_of_settings :]
+        kept = {feed.wanted: feed for feed in before}
+        found = {each: kept.get(each) or Feed(each, self) for each in wanted}
+        self.feeds = (*of_settings, *found.values())
+        for each in kept.keys() - found.keys():
+            kept[each].close()
+        for each in found.keys() - kept.keys():
+            found[each].place()
 
     def _terms(self, session: ClientSession) -> Welcome:
         settings = self.settings
