@@ -37,7 +37,13 @@ def event_bus(
 ) -> None:
     """Serve brokers, read the publishers that are wanted through them, and print their events, until a signal.
 
-    A first SIGTERM or SIGINT asks brokers to leave, at most for drain_deadline; a second one ends at once.
+    With serve: 127.0.0.1:9466 in the settings, other programs get the events as well: whoever connects there has each
+    as one JSON object a line, and is cut off when it reads too slowly.
+
+    SIGUSR1 asks every broker to come anew (rebalance), never two of one namespace at once. SIGHUP rereads certificate,
+    key, tokens and the subscriptions of the settings: what stays wanted is not disturbed, and what can't be used is
+    told and changes nothing. A first SIGTERM or SIGINT asks brokers to leave, at most for drain_deadline; a second one
+    ends at once.
     """
     try:
         from kura_shaper.broker.entries import SettingsError
@@ -61,4 +67,4 @@ def event_bus(
         raise SettingsError(problems)
     log_as(context, style=settings.log_format, level=settings.log_level)
     output: EventOutput = NoOutput() if quiet else LineOutput(sys.stdout.buffer, as_json=as_json)
-    run_router(settings, credentials, output=output)
+    run_router(settings, credentials, config=config, output=output)

@@ -18,7 +18,7 @@ from kura_shaper.broker.directory import MetadataDirectory
 from kura_shaper.broker.router.discovery import Discovery
 from kura_shaper.broker.router.health import RouterHealth
 from kura_shaper.broker.router.metrics import RouterMetrics
-from kura_shaper.broker.router.settings import SUBSCRIPTIONS_MAX, Discover, RouterSettings, Subscription
+from kura_shaper.broker.router.settings import SUBSCRIPTIONS_MAX, Discover, Subscription
 from kura_shaper.tenants.kubernetes.fake import FakeApi, FakeAsyncClock, refusal
 from kura_shaper.tenants.kubernetes.pace import SystemAsyncClock
 from kura_shaper.tenants.kubernetes.wire import ApiError
@@ -27,7 +27,7 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from dwm import channel, resource
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import AsyncIterator, Collection
 
     import pytest
 
@@ -57,9 +57,9 @@ class Reading:
     def __init__(self) -> None:
         self.told: list[tuple[Subscription, ...]] = []
 
-    def read_discovered(self, wanted: Iterable[Subscription]) -> None:
+    def read_discovered(self, advertised: Collection[Subscription]) -> None:
         """See discovery.Reader."""
-        self.told.append(tuple(wanted))
+        self.told.append(tuple(advertised))
 
     @property
     def now(self) -> dict[str, tuple[str, ...]]:
@@ -70,10 +70,9 @@ class Reading:
 class Discovering:
     """A discovery that runs."""
 
-    def __init__(self, told: RouterSettings, apis: dict[Path | None, Api]) -> None:
+    def __init__(self, wanted: tuple[Discover, ...], apis: dict[Path | None, Api]) -> None:
         self.reading = Reading()
-        self.clock = FakeAsyncClock()
-        self.found = Discovery(told, apis, self.reading, clock=self.clock, random=Random(1))
+        self.found = Discovery(wanted, apis, self.reading, clock=FakeAsyncClock(), random=Random(1))
 
     async def settle(self) -> dict[str, tuple[str, ...]]:
         """Let everything that came be compared, and return what is read then."""
@@ -81,23 +80,9 @@ class Discovering:
         return self.reading.now
 
 
-def router_settings(*discover: Discover, subscriptions: tuple[Subscription, ...] = ()) -> RouterSettings:
-    nowhere = Path("/nonexistent")
-    return RouterSettings(
-        listen=ANY_PORT,
-        certificate=nowhere,
-        private_key=nowhere,
-        token_file=nowhere,
-        discover=discover,
-        subscriptions=subscriptions,
-    )
-
-
 @asynccontextmanager
-async def discovering(
-    apis: dict[Path | None, Api], *discover: Discover, subscriptions: tuple[Subscription, ...] = ()
-) -> AsyncIterator[Discovering]:
-    made = Discovering(router_settings(*discover or (GPU,), subscriptions=subscriptions), apis)
+async def discovering(apis: dict[Path | None, Api], *wanted: Discover) -> AsyncIterator[Discovering]:
+    made = Discovering(wanted or (GPU,), apis)
     running = asyncio.ensure_future(made.found.run())
     try:
         await until(lambda: made.found.namespaces_synced > 0)
@@ -121,7 +106,7 @@ async def test_a_publisher_of_a_wanted_topic_and_dynamo_namespace_is_read_and_no
     async with discovering({None: api}) as made:
         # A topic is a prefix, as it is in ZeroMQ.
         assert await made.settle() == {endpoint(1): ("kv-events",), endpoint(2): ("kv_metrics",)}
-        assert made.found.discovered == 2
+        assert made.found.publishers == 2
 
 
 @in_a_loop
@@ -181,17 +166,6 @@ async def test_an_outage_ends_nothing_and_what_went_meanwhile_goes_with_the_next
 
 
 @in_a_loop
-async def test_a_publisher_of_the_settings_is_not_read_twice() -> None:
-    api = metadata_api()
-    put(api, channel(endpoint(1)), channel(endpoint(2)), channel(endpoint(3)))
-    exposed = Subscription(endpoint(2), NAMESPACE, expose=ANY_PORT)
-    of_settings = (Subscription(endpoint(1), NAMESPACE, ("x",)), exposed, Subscription(endpoint(3), "other", ("x",)))
-    async with discovering({None: api}, subscriptions=of_settings) as made:
-        # A port of its own is no reading of events, and another Dynamo namespace is another publisher.
-        assert set(await made.settle()) == {endpoint(2), endpoint(3)}
-
-
-@in_a_loop
 async def test_each_cluster_is_asked_for_its_own_namespaces() -> None:
     here, elsewhere = metadata_api(), metadata_api()
     put(here, channel(endpoint(1)))
@@ -202,32 +176,51 @@ async def test_each_cluster_is_asked_for_its_own_namespaces() -> None:
         assert await made.settle() == {endpoint(1): ("kv-events",), endpoint(2): ("x",)}
 
 
-@in_a_loop
+# What a router makes of it.
+
+
+def of(*numbers: int, topics: tuple[str, ...] = ("kv-events",)) -> list[Subscription]:
+    return [Subscription(endpoint(number), NAMESPACE, topics) for number in numbers]
+
+
+@in_flowing_time
+async def test_a_publisher_of_the_settings_is_not_read_twice_and_goes_on_when_the_settings_leave_it_out() -> None:
+    exposed = Subscription(endpoint(2), NAMESPACE, expose=ANY_PORT)
+    another = Subscription(endpoint(3), "another", ("x",))
+    own = (*of(1, topics=("x",)), exposed, another)
+    async with routing(subscriptions=own) as rig:
+        rig.bus.read_discovered(of(1, 2, 3))
+        # A port of its own is no reading of events, and another Dynamo namespace is another publisher.
+        assert [feed.wanted for feed in rig.bus.feeds] == [own[0], another, *of(2, 3)]
+        kept = rig.bus.feeds[2:]
+        await rig.bus.want([exposed])
+        assert rig.bus.feeds[:2] == kept
+        assert [feed.wanted for feed in rig.bus.feeds[2:]] == of(1)
+        await rig.bus.want(of(2, topics=("x",)))
+        assert [feed.wanted for feed in rig.bus.feeds] == [*of(2, topics=("x",)), *of(1, 3)]
+
+
+@in_flowing_time
 async def test_beyond_the_most_that_is_read_the_rest_is_counted_told_once_and_takes_no_place(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "kura_shaper.broker.router")
-    api, many = metadata_api(), SUBSCRIPTIONS_MAX // 256
-    for number in range(many):
-        put(api, *(channel(f"tcp://10.1.{number}.1:{port}") for port in range(1, 257)), name=f"w{number}")
-    own = (Subscription(endpoint(9), NAMESPACE, ("x",)),)
-    async with discovering({None: api}, subscriptions=own) as made:
-        before = await made.settle()
-        assert len(before) == SUBSCRIPTIONS_MAX - 1
-        assert made.found.beyond == 1
-        await api.until(lambda: bool(api.watches))
-        # Its address is before all others', and still it does not take the place of one that is read.
-        put(api, channel(endpoint(1)), name="new")
-        assert await made.settle() == before
-        assert made.found.beyond == 2
-        api.delete("w0", namespace="gpu")
-        assert endpoint(1) in await made.settle()
-        assert made.found.beyond == 0
-    said = [
-        record.message for record in caplog.records if "publishers_" in record.message or "too_many" in record.message
+    many = [
+        Subscription(f"tcp://10.1.{number >> 8}.{number & 255}:1", NAMESPACE, ("t",))
+        for number in range(SUBSCRIPTIONS_MAX)
     ]
-    assert said.count("too_many_publishers") == 1
-    assert said.count("all_publishers_read") == 1
+    async with routing(subscriptions=of(9)) as rig:
+        rig.bus.read_discovered(many)
+        before = rig.bus.feeds
+        assert (len(before), rig.bus.feeds_beyond) == (SUBSCRIPTIONS_MAX, 1)
+        # It comes before all others, and still it does not take the place of one that is read.
+        rig.bus.read_discovered([*of(1), *many])
+        assert (rig.bus.feeds, rig.bus.feeds_beyond) == (before, 2)
+        rig.bus.read_discovered([*of(1), *many[2:]])
+        assert of(1)[0] in [feed.wanted for feed in rig.bus.feeds]
+        assert rig.bus.feeds_beyond == 0
+    said = [record.message for record in caplog.records]
+    assert said.count("too_many_publishers") == said.count("all_publishers_read") == 1
 
 
 # With brokers and publishers.
@@ -238,9 +231,9 @@ async def reading(
     api: FakeApi, *, broker_knows: FakeDirectory | None = None
 ) -> AsyncIterator[tuple[RouterRig, Discovery]]:
     """Run a router that discovers, and a broker that follows the same metadata unless a test says what it knows."""
-    async with routing(discover=(GPU,)) as rig:
+    async with routing() as rig:
         clock = SystemAsyncClock()
-        discovery = Discovery(rig.bus.settings, {None: api}, rig.bus, clock=clock, random=Random(1))
+        discovery = Discovery((GPU,), {None: api}, rig.bus, clock=clock, random=Random(1))
         directory = MetadataDirectory(api, ("gpu",), clock=clock, random=Random(2))
         rig.directory = broker_knows or cast("FakeDirectory", directory)
         tasks = [asyncio.ensure_future(each) for each in (discovery.run(), directory.run())]
@@ -357,7 +350,7 @@ async def test_a_router_that_leaves_reads_nothing_new() -> None:
         async with reading(api) as (rig, discovery):
             rig.bus.stop()
             put(api, channel(publisher.endpoint))
-            await until(lambda: discovery.discovered == 1)
+            await until(lambda: discovery.publishers == 1)
             assert not rig.bus.feeds
     finally:
         publisher.close()

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+from random import Random
 
 import pytest
-from bus_rig import NAMESPACE, Publisher, in_flowing_time, loop, until
+from bus_rig import NAMESPACE, Publisher, in_flowing_time, loop, pause, until
 from router_rig import ZmqPublisher, routing
+from zmtp_bytes import GREETING, READY, message
 
+from kura_shaper.broker.router.dynamo import Event, encode_event
 from kura_shaper.broker.router.settings import Subscription
 
-GREETING = b"\xff" + bytes(7) + b"\x01\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
-READY = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03PUB"
 
-
+@pytest.mark.case("ER50")
+@pytest.mark.case("ER47")
+@pytest.mark.case("ER46")
 @pytest.mark.parametrize(
     ("said", "fault"),
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "greeting"),
         (GREETING + b"\x04\x1a\x05READY\x0bSocket-Type\0\0\0\x04PUSH", "handshake"),
+        (GREETING.replace(b"NULL\0", b"CURVE"), "mechanism"),
         (GREETING + READY + b"\x02" + b"\x7f" * 8, "too_large"),
         (GREETING + READY + b"\x01\x00" * 17, "too_many_parts"),
         (GREETING + READY + b"\x80\x00", "frame"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_publisher_that_is_none_costs_its_stream_and_nobody_elses(said: bytes, fault: str) -> None:
     @in_flowing_time
@@ -53,6 +58,7 @@ def test_a_publisher_that_is_none_costs_its_stream_and_nobody_elses(said: bytes,
     run()
 
 
+@pytest.mark.case("ER52")
 @in_flowing_time
 async def test_a_publisher_that_never_greets_is_let_go_after_thirty_seconds() -> None:
     silent = Publisher()
@@ -67,6 +73,7 @@ async def test_a_publisher_that_never_greets_is_let_go_after_thirty_seconds() ->
     await silent.stop()
 
 
+@pytest.mark.case("ER52")
 @in_flowing_time
 async def test_a_publisher_that_answers_no_ping_is_let_go() -> None:
     quiet = Publisher()
@@ -86,6 +93,7 @@ async def test_a_publisher_that_answers_no_ping_is_let_go() -> None:
     await quiet.stop()
 
 
+@pytest.mark.case("ER51")
 @in_flowing_time
 async def test_halves_of_messages_of_many_publishers_take_only_so_much_together() -> None:
     hostile = Publisher()
@@ -106,6 +114,7 @@ async def test_halves_of_messages_of_many_publishers_take_only_so_much_together(
     await hostile.stop()
 
 
+@pytest.mark.case("ER44")
 @in_flowing_time
 async def test_messages_that_are_no_events_are_counted_and_the_next_event_is_read() -> None:
     publisher = ZmqPublisher()
@@ -123,3 +132,58 @@ async def test_messages_that_are_no_events_are_counted_and_the_next_event_is_rea
             "version": 1,
             "envelope": 1,
         }
+
+
+@pytest.mark.case("ER49")
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_a_publisher_says_only_its_own_stream_is_lost(seed: int) -> None:
+    @in_flowing_time
+    async def run() -> None:
+        random = Random(seed)
+        good, bad = ZmqPublisher(), Publisher()
+        await bad.start()
+        wanted = tuple(Subscription(each.endpoint, NAMESPACE, ("kv-events",)) for each in (good, bad))
+        whole = GREETING + READY + message(*encode_event(Event("kv-events", 1, 1, 1, b"\x80"))) * 3
+        async with routing(good, subscriptions=wanted) as rig:
+            rig.directory.advertise(bad.endpoint)
+            await rig.start_broker()
+            for number in range(1, 31):
+                connection = await bad.connection(number)
+                said = bytearray(whole)
+                for _ in range(random.randint(1, 8)):
+                    said[random.randrange(len(said))] = random.randrange(256)
+                connection.transport.write(bytes(said[: random.randint(1, len(said))]))
+                await pause()
+                connection.transport.close()
+                await loop().advance(0.2)
+                rig.bus.feeds[1]._failures = 0
+                await loop().advance(0.5)
+            await rig.hear(good)
+            assert rig.bus.kept.used_bytes <= rig.bus.max_message_bytes
+            assert rig.bus.by_client
+        await bad.stop()
+
+    run()
+
+
+@pytest.mark.case("ER51")
+@in_flowing_time
+async def test_a_message_that_never_ends_is_kept_to_a_bound_and_holds_nobody_up() -> None:
+    good, bad = ZmqPublisher(), Publisher()
+    await bad.start()
+    wanted = tuple(Subscription(each.endpoint, NAMESPACE, ("kv-events",)) for each in (good, bad))
+    async with routing(good, subscriptions=wanted) as rig:
+        rig.directory.advertise(bad.endpoint)
+        await rig.start_broker()
+        connection = await bad.connection()
+        # A part as long as may be, a little of it each second.
+        connection.transport.write(GREETING + READY + b"\x02" + (1 << 20).to_bytes(8, "big"))
+        for _ in range(150):
+            connection.transport.write(bytes(1_000))
+            await loop().advance(1.0, step_s=1.0)
+            await asyncio.sleep(0.002)
+        await rig.hear(good)
+        assert 0 < rig.bus.kept.used_bytes <= rig.bus.max_message_bytes + 9
+        connection.transport.close()
+        await until(lambda: rig.bus.kept.used_bytes == 0)
+    await bad.stop()

@@ -19,9 +19,10 @@ DEMANDED = [
     *(f"EB{number}" for number in range(1, 53) if number != 29),
     *(f"EP{number}" for number in range(1, 27) if number not in (11, 13, 17, 21)),
     *(f"ED{number}" for number in range(1, 22) if number not in (17, 20)),
+    *(f"ER{number}" for number in range(1, 69)),
 ]
-# B, P and D below E are the broker's: what it does, faults of other tunnels, shapes of metadata.
-_ROW = re.compile(r"\| ([A-G]\d+|E[BPD]\d+) \| [^|]+ \| (.+) \|")
+# B, P, D and R below E are the broker's: what it does, faults of other tunnels, shapes of metadata, the router.
+_ROW = re.compile(r"\| ([A-G]\d+|E[BPDR]\d+) \| [^|]+ \| (.+) \|")
 _TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
 # The marks of a test stand right above it, among its other decorators.
 _MARKED = re.compile(r"((?:^@.*\n(?:[ )\]].*\n)*)+)^(?:async )?def (test_\w+)\(", re.MULTILINE)

@@ -35,6 +35,7 @@ discover:
   - {{namespace: canary, dynamo_namespaces: [dynamo], topics: [""]}}
 max_streams: 32
 stream_window: 1MiB
+serve: 9466
 heartbeat_interval: 5s
 idle_timeout: 15s
 faults:
@@ -73,9 +74,11 @@ def test_everything_is_read(place: Path) -> None:
         Discover("canary", ("dynamo",), ("",)),
     )
     assert found.stream_window_bytes == 1 << 20
+    assert found.serve == Endpoint("127.0.0.1", 9466)
     assert found.faults == (FaultStep(500, Fault.GOAWAY),)
 
 
+@pytest.mark.case("ER20")
 def test_everything_that_is_wrong_is_said_at_once_with_its_place(place: Path) -> None:
     found = problems(
         place,
@@ -142,6 +145,17 @@ def test_a_kubeconfig_that_is_none_is_told_with_its_place(place: Path, content: 
     assert words in line
 
 
+@pytest.mark.case("ER17")
+def test_events_are_served_where_it_is_said_and_a_port_alone_is_the_loopbacks(place: Path) -> None:
+    text = WHOLE.format(place)
+    (place / "c.yaml").write_text(text.replace("serve: 9466", 'serve: "[::]:9466"'))
+    assert load_settings(place / "c.yaml").serve == Endpoint("::", 9466)
+    for wrong in ("localhost:9466", "70000", "127.0.0.1", "-1", "224.0.0.1:9466"):
+        (told,) = problems(place, text.replace("serve: 9466", f"serve: {wrong}"))
+        assert "serve: " in told
+
+
+@pytest.mark.case("ER1")
 def test_any_of_the_tokens_is_let_in_and_nothing_else(place: Path) -> None:
     made = ServerCredentials(load_settings(place / "c.yaml"))
     made.load()
@@ -153,6 +167,7 @@ def test_any_of_the_tokens_is_let_in_and_nothing_else(place: Path) -> None:
     ]
 
 
+@pytest.mark.case("ER13")
 def test_tokens_and_certificate_are_replaced_while_it_runs_and_bad_ones_are_not_taken(place: Path) -> None:
     made, counts = ServerCredentials(load_settings(place / "c.yaml")), RouterCounts()
     made.load()
@@ -175,6 +190,7 @@ def test_tokens_and_certificate_are_replaced_while_it_runs_and_bad_ones_are_not_
     assert counts.credential_reloads == {"ok": 1, "failed": 2}
 
 
+@pytest.mark.case("ER20")
 @pytest.mark.parametrize("content", [b"", b"\n \n", b"a b\n", b"tok\x00en", b"a\n" * 65, b"x" * (64 * 16 * 1024 + 1)])
 def test_a_token_file_that_can_not_be_used_is_refused_and_not_repeated(place: Path, content: bytes) -> None:
     (place / "tokens").write_bytes(content)
@@ -184,12 +200,14 @@ def test_a_token_file_that_can_not_be_used_is_refused_and_not_repeated(place: Pa
     assert "tok" not in str(raised.value).replace("token", "")
 
 
+@pytest.mark.case("ER20")
 def test_a_key_of_another_certificate_is_refused(place: Path) -> None:
     (place / "tls.key").write_bytes(trustme.CA().issue_cert("x").private_key_pem.bytes())
     with pytest.raises(CredentialError):
         ServerCredentials(load_settings(place / "c.yaml")).load()
 
 
+@pytest.mark.case("ER20")
 def test_check_config_says_fine_or_what_is_wrong(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = ["event-bus", "--config", str(place / "c.yaml"), "--check-config"]
     app(line, standalone_mode=False)

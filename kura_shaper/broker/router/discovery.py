@@ -1,15 +1,14 @@
-"""Which publishers a router reads besides those of its settings: those that workers advertise in their metadata.
+"""Which publishers a router is to read besides those of its settings: those that workers advertise in their metadata.
 
 The metadata is followed as a broker follows it, with the same parser and bounds, so both see the same, at most one
-of them a little later. What is advertised now is compared with what is read now, not change by change: many changes
-that come together are one comparison, and a worker that is replaced in the blink of an eye goes on being read.
-While an API server is away nothing goes and nothing comes.
+of them a little later. What is advertised now is told as a whole, not change by change: changes that come together are
+told together, and what is gone and there again in the blink of an eye goes on being read. While an API server is away
+nothing goes and nothing comes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,12 +16,11 @@ import yaml
 
 from kura_shaper.broker.credentials import CredentialError, read_file
 from kura_shaper.broker.directory import DirectoryCounts, MetadataDirectory
-from kura_shaper.broker.router.settings import SUBSCRIPTIONS_MAX, Subscription
-from kura_shaper.log import event as log_event
+from kura_shaper.broker.router.settings import Subscription
 from kura_shaper.tenants.kubernetes.access import Access, HttpApi
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Mapping, Sequence
     from contextlib import AsyncExitStack
     from pathlib import Path
     from random import Random
@@ -35,25 +33,24 @@ if TYPE_CHECKING:
 
 _TOGETHER_S = 0.25
 _KUBECONFIG_BYTES_MAX = 1 << 20
-_log = logging.getLogger("kura_shaper.broker.router")
 
 
 class Reader(Protocol):
     """Who reads publishers."""
 
-    def read_discovered(self, wanted: Iterable[Subscription]) -> None:
+    def read_discovered(self, advertised: Collection[Subscription]) -> None:
         """Read these besides those of the settings, and no others that were discovered before."""
 
 
 class Discovery:
-    """Keeps what is read in step with what is advertised, while `run` runs.
+    """Tells what is to be read, while `run` runs.
 
-    `apis` has the API server of each kubeconfig that the settings name, None for the one of the pod.
+    `apis` has the API server of each kubeconfig that is named, None for the one of the pod.
     """
 
     def __init__(
         self,
-        settings: RouterSettings,
+        wanted: Sequence[Discover],
         apis: Mapping[Path | None, Api],
         reader: Reader,
         *,
@@ -61,34 +58,24 @@ class Discovery:
         random: Random,
         timing: Timing | None = None,
     ) -> None:
-        self._reader = reader
-        self._loop = asyncio.get_running_loop()
-        of_settings = [each for each in settings.subscriptions if each.topics]
-        self._of_settings = {(each.endpoint, each.dynamo_namespace) for each in of_settings}
-        self._room = SUBSCRIPTIONS_MAX - len(of_settings)
-        self._read: dict[Publisher, Subscription] = {}
+        self._reader, self._loop = reader, asyncio.get_running_loop()
         self._planned: asyncio.TimerHandle | None = None
-        self.beyond = 0
-        entries = {where: tuple(each for each in settings.discover if each.kubeconfig == where) for where in apis}
-        self._followed: tuple[tuple[MetadataDirectory, tuple[Discover, ...]], ...] = tuple(
-            (
-                MetadataDirectory(
-                    apis[where],
-                    tuple(dict.fromkeys(each.namespace for each in found)),
-                    clock=clock,
-                    random=random,
-                    timing=timing,
-                    on_change=self._plan,
-                ),
-                found,
+        self._told: frozenset[Subscription] = frozenset()
+
+        def follow(where: Path | None) -> tuple[MetadataDirectory, tuple[Discover, ...]]:
+            entries = tuple(each for each in wanted if each.kubeconfig == where)
+            namespaces = tuple(dict.fromkeys(each.namespace for each in entries))
+            directory = MetadataDirectory(
+                apis[where], namespaces, clock=clock, random=random, timing=timing, on_change=self._plan
             )
-            for where, found in entries.items()
-        )
+            return directory, entries
+
+        self._followed = tuple(map(follow, apis))
 
     @property
-    def discovered(self) -> int:
-        """How many publishers are read because they are advertised."""
-        return len(self._read)
+    def publishers(self) -> int:
+        """How many publishers are advertised that are wanted."""
+        return len(self._told)
 
     @property
     def counts(self) -> DirectoryCounts:
@@ -125,36 +112,22 @@ class Discovery:
 
     def _compare(self) -> None:
         self._planned = None
-        found = self._wanted()
-        # Who is read stays, whoever else comes.
-        kept = [each for each in found if each in self._read]
-        new = sorted(each for each in found if each not in self._read)
-        taken = [*kept, *new][: self._room]
-        before, self._read = self._read, {each: Subscription(*each, found[each]) for each in taken}
-        if self._read != before:
-            self._reader.read_discovered(self._read.values())
-            began, ended = self._read.keys() - before.keys(), before.keys() - self._read.keys()
-            log_event(_log, "publishers_discovered", read=len(taken), began=len(began), ended=len(ended))
-        self._note_beyond(len(found) - len(taken))
+        found = self._advertised()
+        if self._told != found.keys():
+            self._told = frozenset(found)
+            self._reader.read_discovered(tuple(found))
 
-    def _wanted(self) -> dict[Publisher, tuple[str, ...]]:
-        """Return which of the topics that are wanted each publisher has."""
+    def _advertised(self) -> dict[Subscription, None]:
+        """Return what is wanted of what is advertised, in the order of the settings and of the metadata."""
         found: dict[Publisher, set[str]] = {}
         for directory, entries in self._followed:
             for each in entries:
                 for publisher, topic in directory.publishers(each.namespace):
-                    if publisher[1] in each.dynamo_namespaces and publisher not in self._of_settings:
+                    if publisher[1] in each.dynamo_namespaces:
                         topics = {prefix for prefix in each.topics if topic.startswith(prefix)}
                         if topics:
                             found.setdefault(publisher, set()).update(topics)
-        return {publisher: tuple(sorted(topics)) for publisher, topics in found.items()}
-
-    def _note_beyond(self, beyond: int) -> None:
-        if beyond and not self.beyond:
-            log_event(_log, "too_many_publishers", level=logging.WARNING, read=len(self._read), not_read=beyond)
-        elif self.beyond and not beyond:
-            log_event(_log, "all_publishers_read", read=len(self._read))
-        self.beyond = beyond
+        return {Subscription(*publisher, tuple(sorted(topics))): None for publisher, topics in found.items()}
 
 
 async def open_apis(settings: RouterSettings, stack: AsyncExitStack, clock: AsyncClock) -> dict[Path | None, HttpApi]:

@@ -51,13 +51,16 @@ class RouterHealth:
                 "namespaces": len(bus.settings.discover),
                 "namespaces_synced": self._discovery.namespaces_synced,
                 "age_s": round(self._discovery.age_s, 3),
-                "publishers": self._discovery.discovered,
-                "not_read": self._discovery.beyond,
+                "publishers": self._discovery.publishers,
+                "not_read": bus.feeds_beyond,
             },
+            "served": {"listen": f"{bus.served.listen.host}:{bus.served.port}", "clients": len(bus.served.clients)}
+            if bus.served
+            else None,
             "ports": [
                 {
                     "listen": f"{port.listen.host}:{port.port}",
-                    "endpoint": port.target.endpoint,
+                    "endpoint": port.wanted.name,
                     "connections": len(port.connections),
                 }
                 for port in bus.ports
@@ -80,7 +83,7 @@ def _session(session: ClientSession) -> dict[str, Any]:
             {
                 "id": tunnel.stream_id,
                 "state": tunnel.state.value,
-                "endpoint": tunnel.target.endpoint,
+                "endpoint": str(tunnel.target),
                 "received_bytes": tunnel.received_bytes,
                 "sent_bytes": tunnel.sent_bytes,
             }
@@ -92,7 +95,7 @@ def _session(session: ClientSession) -> dict[str, Any]:
 def _feed(feed: Feed) -> dict[str, Any]:
     session, known = feed.session, feed.sequences.known
     return {
-        "endpoint": feed.wanted.endpoint,
+        "endpoint": feed.wanted.name,
         "dynamo_namespace": feed.wanted.dynamo_namespace,
         "topics": feed.wanted.topics,
         "read": feed.is_read,
@@ -107,6 +110,7 @@ def _feed(feed: Feed) -> dict[str, Any]:
                 "received": each.received,
                 "missed": each.missed,
                 "gaps": each.gaps,
+                "late": each.late,
                 "duplicates": each.duplicates,
                 "restarts": each.restarts,
             }

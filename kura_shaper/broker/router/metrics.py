@@ -30,7 +30,10 @@ _BY_LABEL = (
     ("events_dropped", "Events that were not passed on", "reason", "dropped"),
     ("bad_events", "Messages that were no events", "reason", "bad_events"),
     ("bad_publishers", "Publishers that could not be read", "reason", "bad_publishers"),
+    ("served_cut_off", "Readers of the served events that were cut off", "reason", "served_cut_off"),
     ("credential_reloads", "Readings of tokens and certificate", "result", "credential_reloads"),
+    ("settings_reloads", "Readings of the settings that were asked for", "result", "settings_reloads"),
+    ("rebalanced", "Brokers in rebalances that were asked for", "outcome", "rebalanced"),
 )
 _PLAIN = (
     ("connections", "Connections that were made", "connections"),
@@ -42,6 +45,7 @@ _PLAIN = (
     ("events", "Events that came", "events"),
     ("events_missed", "Events that are missing by their numbers", "events_missed"),
     ("local_connections", "Connections to exposed ports", "local_connections"),
+    ("served_connections", "Connections of readers of the served events", "served_connections"),
 )
 
 
@@ -76,13 +80,15 @@ class RouterMetrics:
         yield _gauge("streams_asked", "Subscribes that are no streams yet", states.count(TunnelState.ASKED))
         yield _gauge("feeds", "Publishers whose events are wanted", len(bus.feeds))
         yield _gauge("feeds_read", "Publishers that are subscribed to", sum(feed.is_read for feed in bus.feeds))
+        yield _gauge("served_clients", "Readers of the served events", len(bus.served.clients) if bus.served else 0)
         yield _gauge("event_loop_lag_seconds", "How late the event loop was last", bus.counts.loop_lag_s)
 
     def _discovered(self) -> Iterator[Metric]:
         found = self._discovery
         counts = found.counts
-        yield _gauge("publishers_discovered", "Publishers that are read because they are advertised", found.discovered)
-        yield _gauge("publishers_beyond", "Publishers that are advertised and too many to be read", found.beyond)
+        yield _gauge("publishers_discovered", "Publishers that are advertised and wanted", found.publishers)
+        beyond = self._bus.feeds_beyond
+        yield _gauge("publishers_beyond", "Publishers that are advertised and too many to be read", beyond)
         yield _gauge("discovery_namespaces_synced", "Kubernetes namespaces that were listed", found.namespaces_synced)
         yield _gauge("discovery_age_seconds", "Time since nothing was known to be missing", found.age_s)
         yield _labelled("discovery_lists", "Lists of metadata", "result", counts.lists)

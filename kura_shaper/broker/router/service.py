@@ -21,18 +21,22 @@ from kura_shaper.broker.protocol.limits import MIB
 from kura_shaper.broker.router.connection import BusConnection
 from kura_shaper.broker.router.counts import RouterCounts
 from kura_shaper.broker.router.faults import plan_faults
-from kura_shaper.broker.router.feed import Feed
-from kura_shaper.broker.router.port import LocalPort
+from kura_shaper.broker.router.output import AllOutputs
+from kura_shaper.broker.router.rebalance import Rebalance
+from kura_shaper.broker.router.serving import EventServer
+from kura_shaper.broker.router.wanted import Wanted
 from kura_shaper.errors import UsageError
 from kura_shaper.log import event as log_event
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Sequence
     from random import Random
 
     from kura_shaper.broker.protocol.frames import Hello
     from kura_shaper.broker.router.credentials import ServerCredentials
+    from kura_shaper.broker.router.feed import Feed
     from kura_shaper.broker.router.output import EventOutput
+    from kura_shaper.broker.router.port import LocalPort
     from kura_shaper.broker.router.session import ClientSession
     from kura_shaper.broker.router.settings import RouterSettings, Subscription
 
@@ -55,17 +59,18 @@ class EventBus:
         self, settings: RouterSettings, credentials: ServerCredentials, *, output: EventOutput, random: Random
     ) -> None:
         self.settings, self._credentials = settings, credentials
-        self.output, self.random = output, random
+        self.counts = RouterCounts()
+        self.served = EventServer(settings.serve, self.counts) if settings.serve else None
+        self.output: EventOutput = AllOutputs(output, self.served) if self.served else output
+        self.random = random
         self.max_message_bytes = settings.max_message_bytes
         self.kept = Budget(_KEPT_BYTES_MAX)
-        self.counts = RouterCounts()
         self._loop = asyncio.get_running_loop()
         self.by_client: dict[str, ClientSession] = {}
         self._by_id: dict[str, ClientSession] = {}
         self._connections: set[BusConnection] = set()
-        self.feeds = tuple(Feed(each, self) for each in settings.subscriptions if each.topics)
-        self._feeds_of_settings = len(self.feeds)
-        self.ports = tuple(LocalPort(each, each.expose, self) for each in settings.subscriptions if each.expose)
+        self._wanted = Wanted(settings.subscriptions, self)
+        self._rebalancing: asyncio.Task[None] | None = None
         self._listener: socket.socket | None = None
         self._places = asyncio.Semaphore(settings.max_sessions + _SPARE_CONNECTIONS)
         self._handshakes: set[asyncio.Task[None]] = set()
@@ -79,6 +84,21 @@ class EventBus:
     def is_stopping(self) -> bool:
         """Whether it leaves."""
         return self._stopping.is_set()
+
+    @property
+    def feeds(self) -> tuple[Feed, ...]:
+        """The publishers that are to be read."""
+        return self._wanted.feeds
+
+    @property
+    def ports(self) -> tuple[LocalPort, ...]:
+        """The publishers that are local ports."""
+        return self._wanted.ports
+
+    @property
+    def feeds_beyond(self) -> int:
+        """How many publishers are advertised, and not read since there are as many as may be."""
+        return self._wanted.beyond
 
     @property
     def port(self) -> int:
@@ -136,6 +156,12 @@ class EventBus:
         log_event(_log, "client_leaves", client_id=session.client_id)
         self._move_away(session)
 
+    def on_announced(self, session: ClientSession) -> None:
+        """See SessionOwner. A source that nobody had may be there now."""
+        for feed in self.feeds:
+            if feed.wanted.source and feed.wanted.dynamo_namespace in session.namespaces:
+                feed.place()
+
     def on_session_over(self, session: ClientSession) -> None:
         """See SessionOwner."""
         if self._by_id.pop(session.id, None) is None:
@@ -143,17 +169,19 @@ class EventBus:
         if self.by_client.get(session.client_id) is session:
             del self.by_client[session.client_id]
         log_event(_log, "session_ended", client_id=session.client_id, code=session.end_code)
-        self._place_all()
+        self._share_out()
         if not self._by_id:
             self._emptied.set()
 
-    def choose(self, dynamo_namespace: str, *, other_than: ClientSession | None = None) -> ClientSession | None:
-        """Return the session that covers a namespace and has the least to do, None when there is none."""
+    def choose(
+        self, dynamo_namespace: str, *, role: Role = Role.BROKER, other_than: Collection[str] = ()
+    ) -> ClientSession | None:
+        """See SessionChooser."""
         found = [
             session
             for session in self.by_client.values()
-            if session is not other_than
-            and session.role == Role.BROKER
+            if session.id not in other_than
+            and session.role == role
             and session.takes_subscribes
             and dynamo_namespace in session.namespaces
         ]
@@ -166,18 +194,22 @@ class EventBus:
         session.drain(reason, self.settings.drain_deadline_ms)
         self._move_away(session)
 
-    def read_discovered(self, wanted: Iterable[Subscription]) -> None:
+    def read_discovered(self, advertised: Collection[Subscription]) -> None:
         """See discovery.Reader."""
-        if self.is_stopping:
+        if not self.is_stopping:
+            self._wanted.discover(advertised)
+
+    def rebalance(self) -> None:
+        """Ask every broker to come anew, in their turn; asked again meanwhile, it goes on as it is."""
+        if self.is_stopping or (self._rebalancing is not None and not self._rebalancing.done()):
+            log_event(_log, "rebalance_not_begun", reason="it leaves" if self.is_stopping else "one is under way")
             return
-        of_settings, before = self.feeds[: self._feeds_of_settings], self.feeds[self._feeds_of_settings :]
-        kept = {feed.wanted: feed for feed in before}
-        found = {each: kept.get(each) or Feed(each, self) for each in wanted}
-        self.feeds = (*of_settings, *found.values())
-        for each in kept.keys() - found.keys():
-            kept[each].close()
-        for each in found.keys() - kept.keys():
-            found[each].place()
+        self._rebalancing = self._loop.create_task(Rebalance(self).run())
+
+    async def want(self, subscriptions: Sequence[Subscription]) -> None:
+        """Read and expose these from now on. Raises UsageError when an address can't be had: nothing changed then."""
+        if not self.is_stopping:
+            await self._wanted.change(subscriptions)
 
     def _terms(self, session: ClientSession) -> Welcome:
         settings = self.settings
@@ -188,24 +220,21 @@ class EventBus:
             idle_timeout_ms=settings.idle_timeout_ms,
         )
 
-    def _place_all(self) -> None:
-        for feed in self.feeds:
-            feed.place()
-
     def _move_away(self, session: ClientSession) -> None:
         for feed in self.feeds:
             if feed.session is session:
                 feed.move()
 
     def _share_out(self) -> None:
-        """Place what has no broker, and give a newcomer its share of the rest."""
-        self._place_all()
+        """Place what has no broker, or one that leaves, and give a newcomer its share of the rest."""
         for feed in self.feeds:
-            busy = feed.session
-            idle = self.choose(feed.wanted.dynamo_namespace, other_than=busy)
-            if busy is None or idle is None:
+            feed.place()
+        for feed in self.feeds:
+            busy, wanted = feed.session, feed.wanted
+            if busy is None:
                 continue
-            if busy.protocol.is_draining or busy.load - idle.load > 1:
+            idle = self.choose(wanted.dynamo_namespace, role=wanted.role, other_than=(busy.id,))
+            if idle is not None and busy.load - idle.load > 1:
                 feed.move()
 
     # Life.
@@ -220,8 +249,9 @@ class EventBus:
         background = [self._loop.create_task(each) for each in (self._measure_lag(), self._reload())]
         accepting: asyncio.Task[None] | None = None
         try:
-            for port in self.ports:
-                await port.start()
+            await self._wanted.start()
+            if self.served is not None:
+                await self.served.start()
             accepting = self._loop.create_task(self._accept(self._listener))
             if started is not None:
                 started.set()
@@ -232,7 +262,8 @@ class EventBus:
                 accepting.result()
             await self._leave()
         finally:
-            tasks = [*background, *self._handshakes, *([accepting] if accepting else [])]
+            others = [each for each in (accepting, self._rebalancing) if each is not None]
+            tasks = [*background, *self._handshakes, *others]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -289,12 +320,9 @@ class EventBus:
     async def _leave(self) -> None:
         if self._listener is not None:
             self._listener.close()
-        for port in self.ports:
-            port.stop()
         for session in tuple(self._by_id.values()):
             session.drain(DrainReason.SHUTDOWN, self.settings.drain_deadline_ms)
-        for feed in self.feeds:
-            feed.close()
+        self._wanted.stop()
         log_event(_log, "draining", sessions=len(self._by_id))
         self._emptied.clear()
         if self._by_id:
@@ -305,10 +333,9 @@ class EventBus:
     def _close(self) -> None:
         if self._listener is not None:
             self._listener.close()
-        for feed in self.feeds:
-            feed.close()
-        for port in self.ports:
-            port.close()
+        self._wanted.close()
+        if self.served is not None:
+            self.served.close()
         for session in tuple(self._by_id.values()):
             session.fail(SessionCode.SHUTDOWN, "the router ends")
         for connection in tuple(self._connections):
