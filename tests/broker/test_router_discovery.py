@@ -27,10 +27,11 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from dwm import channel, resource
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Collection
+    from collections.abc import AsyncIterator, Mapping
 
     import pytest
 
+    from kura_shaper.broker.metadata import Publisher
     from kura_shaper.tenants.kubernetes.wire import Api
 
 UNCOVERED = "covered-by-no-broker"
@@ -55,16 +56,16 @@ class Reading:
     """Reads nothing, and keeps what it was told to read, each time."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[Subscription, ...]] = []
+        self.told: list[Mapping[Publisher, tuple[str, ...]]] = []
 
-    def read_discovered(self, advertised: Collection[Subscription]) -> None:
+    def read_discovered(self, advertised: Mapping[Publisher, tuple[str, ...]]) -> None:
         """See discovery.Reader."""
-        self.told.append(tuple(advertised))
+        self.told.append(advertised)
 
     @property
     def now(self) -> dict[str, tuple[str, ...]]:
         """What is read at last: topics by endpoint."""
-        return {each.endpoint: each.topics for each in self.told[-1]} if self.told else {}
+        return {endpoint: topics for (endpoint, _), topics in self.told[-1].items()} if self.told else {}
 
 
 class Discovering:
@@ -183,13 +184,17 @@ def of(*numbers: int, topics: tuple[str, ...] = ("kv-events",)) -> list[Subscrip
     return [Subscription(endpoint(number), NAMESPACE, topics) for number in numbers]
 
 
+def told(*numbers: int, topics: tuple[str, ...] = ("kv-events",)) -> dict[Publisher, tuple[str, ...]]:
+    return {(endpoint(number), NAMESPACE): topics for number in numbers}
+
+
 @in_flowing_time
 async def test_a_publisher_of_the_settings_is_not_read_twice_and_goes_on_when_the_settings_leave_it_out() -> None:
     exposed = Subscription(endpoint(2), NAMESPACE, expose=ANY_PORT)
     another = Subscription(endpoint(3), "another", ("x",))
     own = (*of(1, topics=("x",)), exposed, another)
     async with routing(subscriptions=own) as rig:
-        rig.bus.read_discovered(of(1, 2, 3))
+        rig.bus.read_discovered(told(1, 2, 3))
         # A port of its own is no reading of events, and another Dynamo namespace is another publisher.
         assert [feed.wanted for feed in rig.bus.feeds] == [own[0], another, *of(2, 3)]
         kept = rig.bus.feeds[2:]
@@ -197,7 +202,17 @@ async def test_a_publisher_of_the_settings_is_not_read_twice_and_goes_on_when_th
         assert rig.bus.feeds[:2] == kept
         assert [feed.wanted for feed in rig.bus.feeds[2:]] == of(1)
         await rig.bus.want(of(2, topics=("x",)))
-        assert [feed.wanted for feed in rig.bus.feeds] == [*of(2, topics=("x",)), *of(1, 3)]
+        assert [feed.wanted for feed in rig.bus.feeds] == [*of(2, topics=("x",)), *of(3, 1)]
+
+
+@in_flowing_time
+async def test_other_topics_of_a_publisher_are_a_feed_of_their_own() -> None:
+    async with routing() as rig:
+        rig.bus.read_discovered(told(1, 2))
+        stays = rig.bus.feeds[1]
+        rig.bus.read_discovered(told(1, topics=("kv-events", "kv_metrics")) | told(2))
+        assert [feed.wanted for feed in rig.bus.feeds] == [*of(2), *of(1, topics=("kv-events", "kv_metrics"))]
+        assert rig.bus.feeds[0] is stays
 
 
 @in_flowing_time
@@ -205,22 +220,25 @@ async def test_beyond_the_most_that_is_read_the_rest_is_counted_told_once_and_ta
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "kura_shaper.broker.router")
-    many = [
-        Subscription(f"tcp://10.1.{number >> 8}.{number & 255}:1", NAMESPACE, ("t",))
-        for number in range(SUBSCRIPTIONS_MAX)
-    ]
+    many = {
+        (f"tcp://10.1.{number >> 8}.{number & 255}:1", NAMESPACE): ("kv-events",) for number in range(SUBSCRIPTIONS_MAX)
+    }
     async with routing(subscriptions=of(9)) as rig:
         rig.bus.read_discovered(many)
         before = rig.bus.feeds
         assert (len(before), rig.bus.feeds_beyond) == (SUBSCRIPTIONS_MAX, 1)
         # It comes before all others, and still it does not take the place of one that is read.
-        rig.bus.read_discovered([*of(1), *many])
+        rig.bus.read_discovered(told(1) | many)
         assert (rig.bus.feeds, rig.bus.feeds_beyond) == (before, 2)
-        rig.bus.read_discovered([*of(1), *many[2:]])
+        rig.bus.read_discovered(told(1) | dict(list(many.items())[2:]))
         assert of(1)[0] in [feed.wanted for feed in rig.bus.feeds]
         assert rig.bus.feeds_beyond == 0
+        # More of the settings' own leave less room.
+        rig.bus.read_discovered(told(1) | many)
+        await rig.bus.want(of(*range(20, 30)))
+        assert (len(rig.bus.feeds), rig.bus.feeds_beyond) == (SUBSCRIPTIONS_MAX, 11)
     said = [record.message for record in caplog.records]
-    assert said.count("too_many_publishers") == said.count("all_publishers_read") == 1
+    assert (said.count("too_many_publishers"), said.count("all_publishers_read")) == (2, 1)
 
 
 # With brokers and publishers.

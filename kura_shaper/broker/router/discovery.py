@@ -16,11 +16,10 @@ import yaml
 
 from kura_shaper.broker.credentials import CredentialError, read_file
 from kura_shaper.broker.directory import DirectoryCounts, MetadataDirectory
-from kura_shaper.broker.router.settings import Subscription
 from kura_shaper.tenants.kubernetes.access import Access, HttpApi
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from contextlib import AsyncExitStack
     from pathlib import Path
     from random import Random
@@ -38,8 +37,8 @@ _KUBECONFIG_BYTES_MAX = 1 << 20
 class Reader(Protocol):
     """Who reads publishers."""
 
-    def read_discovered(self, advertised: Collection[Subscription]) -> None:
-        """Read these besides those of the settings, and no others that were discovered before."""
+    def read_discovered(self, advertised: Mapping[Publisher, tuple[str, ...]]) -> None:
+        """Read these topics of these besides those of the settings, and nothing else that was discovered before."""
 
 
 class Discovery:
@@ -60,7 +59,7 @@ class Discovery:
     ) -> None:
         self._reader, self._loop = reader, asyncio.get_running_loop()
         self._planned: asyncio.TimerHandle | None = None
-        self._told: frozenset[Subscription] = frozenset()
+        self._told: Mapping[Publisher, tuple[str, ...]] = {}
 
         def follow(where: Path | None) -> tuple[MetadataDirectory, tuple[Discover, ...]]:
             entries = tuple(each for each in wanted if each.kubeconfig == where)
@@ -113,21 +112,25 @@ class Discovery:
     def _compare(self) -> None:
         self._planned = None
         found = self._advertised()
-        if self._told != found.keys():
-            self._told = frozenset(found)
-            self._reader.read_discovered(tuple(found))
+        if self._told != found:
+            self._told = found
+            self._reader.read_discovered(found)
 
-    def _advertised(self) -> dict[Subscription, None]:
-        """Return what is wanted of what is advertised, in the order of the settings and of the metadata."""
-        found: dict[Publisher, set[str]] = {}
+    def _advertised(self) -> dict[Publisher, tuple[str, ...]]:
+        """Return the publishers that are wanted of those that are advertised, each with the topics that are."""
+        found: dict[Publisher, tuple[str, ...]] = {}
         for directory, entries in self._followed:
             for each in entries:
+                # There are many publishers, and few topics.
+                of_topic: dict[str, tuple[str, ...]] = {}
                 for publisher, topic in directory.publishers(each.namespace):
-                    if publisher[1] in each.dynamo_namespaces:
-                        topics = {prefix for prefix in each.topics if topic.startswith(prefix)}
-                        if topics:
-                            found.setdefault(publisher, set()).update(topics)
-        return {Subscription(*publisher, tuple(sorted(topics))): None for publisher, topics in found.items()}
+                    if topic not in of_topic:
+                        of_topic[topic] = tuple(sorted(filter(topic.startswith, each.topics)))
+                    topics = of_topic[topic]
+                    if topics and publisher[1] in each.dynamo_namespaces:
+                        former = found.get(publisher, topics)
+                        found[publisher] = topics if former == topics else tuple(sorted({*former, *topics}))
+        return found
 
 
 async def open_apis(settings: RouterSettings, stack: AsyncExitStack, clock: AsyncClock) -> dict[Path | None, HttpApi]:

@@ -29,9 +29,10 @@ from kura_shaper.errors import UsageError
 from kura_shaper.log import event as log_event
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from random import Random
 
+    from kura_shaper.broker.metadata import Publisher
     from kura_shaper.broker.protocol.frames import Hello
     from kura_shaper.broker.router.credentials import ServerCredentials
     from kura_shaper.broker.router.feed import Feed
@@ -194,7 +195,7 @@ class EventBus:
         session.drain(reason, self.settings.drain_deadline_ms)
         self._move_away(session)
 
-    def read_discovered(self, advertised: Collection[Subscription]) -> None:
+    def read_discovered(self, advertised: Mapping[Publisher, tuple[str, ...]]) -> None:
         """See discovery.Reader."""
         if not self.is_stopping:
             self._wanted.discover(advertised)

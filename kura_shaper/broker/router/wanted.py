@@ -8,18 +8,19 @@ settings have it.
 from __future__ import annotations
 
 import logging
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 from kura_shaper.broker.router.feed import Feed, FeedOwner
 from kura_shaper.broker.router.port import LocalPort, PortOwner
-from kura_shaper.broker.router.settings import SUBSCRIPTIONS_MAX
+from kura_shaper.broker.router.settings import SUBSCRIPTIONS_MAX, Subscription
 from kura_shaper.errors import UsageError
 from kura_shaper.log import event as log_event
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from kura_shaper.broker.router.settings import Subscription
+    from kura_shaper.broker.metadata import Publisher
 
 _log = logging.getLogger("kura_shaper.broker.router")
 
@@ -37,8 +38,8 @@ class Wanted:
     def __init__(self, subscriptions: Sequence[Subscription], owner: WantedOwner) -> None:
         self._owner = owner
         self._of_settings = tuple(Feed(each, owner) for each in subscriptions if each.topics)
-        self._discovered: dict[Subscription, Feed] = {}
-        self._advertised: Collection[Subscription] = ()
+        self._discovered: dict[Publisher, Feed] = {}
+        self._advertised: Mapping[Publisher, tuple[str, ...]] = {}
         self.beyond = 0
         self.ports = tuple(LocalPort(each, each.expose, owner) for each in subscriptions if each.expose)
 
@@ -73,25 +74,29 @@ class Wanted:
         self._change_feeds([each for each in subscriptions if each.topics])
         self._choose_discovered()
 
-    def discover(self, advertised: Collection[Subscription]) -> None:
-        """Read these besides those of the settings, and no others that were discovered before."""
+    def discover(self, advertised: Mapping[Publisher, tuple[str, ...]]) -> None:
+        """Read these topics of these besides those of the settings, and nothing else that was discovered before."""
         self._advertised = advertised
         self._choose_discovered()
 
     def _choose_discovered(self) -> None:
-        before, own = self._discovered, {feed.target for feed in self._of_settings}
-        found = [each for each in self._advertised if each.target not in own]
+        before, room = self._discovered, SUBSCRIPTIONS_MAX - len(self._of_settings)
+        own = {(feed.wanted.endpoint, feed.wanted.dynamo_namespace) for feed in self._of_settings}
+        found = {each: topics for each, topics in self._advertised.items() if each not in own}
         # Who is read stays, whoever else comes.
-        taken = sorted(found, key=lambda each: each not in before)[: SUBSCRIPTIONS_MAX - len(self._of_settings)]
-        self._discovered = {each: before.get(each) or Feed(each, self._owner) for each in taken}
-        ended, began = before.keys() - self._discovered.keys(), self._discovered.keys() - before.keys()
-        for each in ended:
-            before[each].close()
-        for each in began:
-            self._discovered[each].place()
+        kept = [each for each, feed in before.items() if found.get(each) == feed.wanted.topics][:room]
+        stays = set(kept)
+        new = list(islice((each for each in found if each not in stays), room - len(kept)))
+        began = {each: Feed(Subscription(*each, found[each]), self._owner) for each in new}
+        self._discovered = {each: before[each] for each in kept} | began
+        ended = [feed for each, feed in before.items() if each not in stays]
+        for feed in ended:
+            feed.close()
+        for feed in began.values():
+            feed.place()
         if began or ended:
-            log_event(_log, "publishers_discovered", read=len(taken), began=len(began), ended=len(ended))
-        self._note_beyond(len(found) - len(taken))
+            log_event(_log, "publishers_discovered", read=len(self._discovered), began=len(began), ended=len(ended))
+        self._note_beyond(len(found) - len(self._discovered))
 
     def _note_beyond(self, beyond: int) -> None:
         if beyond and not self.beyond:
