@@ -200,6 +200,17 @@ async def routing(
                 each.close()
 
 
+@asynccontextmanager
+async def one_reading(**changes: Any) -> AsyncIterator[tuple[RouterRig, Broker, ZmqPublisher]]:
+    """Run a router whose broker `a` reads one publisher, which has heard of it."""
+    publisher = ZmqPublisher()
+    async with routing(publisher, **changes) as rig:
+        broker = await rig.start_broker("a")
+        await rig.read()
+        await publisher.subscribed()
+        yield rig, broker, publisher
+
+
 def bus_settings(scratch: Path, **changes: Any) -> RouterSettings:
     """Return settings of a router on the loopback, with its files in a directory."""
     certificate, key, tokens = scratch / "tls.crt", scratch / "tls.key", scratch / "tokens"

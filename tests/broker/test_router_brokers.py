@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from bus_rig import NAMESPACE, in_flowing_time, loop, until
-from router_rig import ANY_PORT, Publishing, RouterRig, ZmqPublisher, routing
+from router_rig import ANY_PORT, Publishing, RouterRig, ZmqPublisher, one_reading, routing
 
 from kura_shaper.broker.router.settings import Subscription
 
@@ -97,10 +97,7 @@ async def test_a_newcomer_with_the_same_id_supersedes_and_reads_on() -> None:
 @pytest.mark.case("ER11")
 @in_flowing_time
 async def test_a_router_that_stops_asks_its_clients_to_leave_and_ends() -> None:
-    publisher = ZmqPublisher()
-    async with routing(publisher) as rig:
-        broker = await rig.start_broker("a")
-        await rig.read()
+    async with one_reading() as (rig, broker, _):
         rig.bus.stop()
         await rig.running
         assert broker.view.last_end is None or broker.view.last_end.code == "drain"

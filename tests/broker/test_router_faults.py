@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from bus_rig import in_flowing_time, loop, until
-from router_rig import RouterRig, ZmqPublisher, routing
+from router_rig import RouterRig, ZmqPublisher, one_reading, routing
 
 from kura_shaper.broker.protocol.limits import KIB
 from kura_shaper.broker.router.faults import Fault, FaultStep, cause
@@ -32,10 +32,7 @@ async def comes_anew(rig: RouterRig, before: ClientSession, publisher: ZmqPublis
 
 async def ended_by(fault: Fault, code: str, *, within_s: float = 0.0) -> None:
     """Cause a fault that ends the session at the broker, by this code, and see that reading goes on afterwards."""
-    publisher = ZmqPublisher()
-    async with routing(publisher) as rig:
-        broker = await rig.start_broker("a")
-        await rig.read()
+    async with one_reading() as (rig, broker, publisher):
         before = rig.bus.by_client["a"]
         cause(fault, before)
         if within_s:
@@ -93,10 +90,7 @@ async def test_a_broker_that_is_asked_to_leave_comes_again_after_a_wait() -> Non
 @pytest.mark.case("ER29")
 @in_flowing_time
 async def test_a_broker_that_is_asked_to_rebalance_comes_again_at_once() -> None:
-    publisher = ZmqPublisher()
-    async with routing(publisher) as rig:
-        broker = await rig.start_broker("a")
-        await rig.read()
+    async with one_reading() as (rig, broker, _):
         before = rig.bus.by_client["a"]
         cause(Fault.REBALANCE, before)
         rig.bus.feeds[0].close()
@@ -110,10 +104,7 @@ async def test_a_broker_that_is_asked_to_rebalance_comes_again_at_once() -> None
 @pytest.mark.case("ER32")
 @in_flowing_time
 async def test_a_frame_of_a_later_version_and_a_goaway_change_nothing_for_open_streams() -> None:
-    publisher = ZmqPublisher()
-    async with routing(publisher) as rig:
-        broker = await rig.start_broker("a")
-        await rig.read()
+    async with one_reading() as (rig, broker, publisher):
         session = rig.bus.by_client["a"]
         cause(Fault.UNKNOWN_FRAME, session)
         cause(Fault.GOAWAY, session)
@@ -135,11 +126,7 @@ async def overflows(rig: RouterRig, broker: Broker, publisher: ZmqPublisher) -> 
 @pytest.mark.case("ER23")
 @in_flowing_time
 async def test_a_router_that_withholds_credit_makes_its_stream_overflow_and_is_read_again() -> None:
-    publisher = ZmqPublisher()
-    async with routing(publisher, stream_window_bytes=64 * KIB, max_stream_buffer_bytes=64 * KIB) as rig:
-        broker = await rig.start_broker("a")
-        await rig.read()
-        await publisher.subscribed()
+    async with one_reading(stream_window_bytes=64 * KIB, max_stream_buffer_bytes=64 * KIB) as (rig, broker, publisher):
         session = rig.bus.by_client["a"]
         cause(Fault.WITHHOLD, session)
         await overflows(rig, broker, publisher)
@@ -154,11 +141,7 @@ async def test_a_router_that_withholds_credit_makes_its_stream_overflow_and_is_r
 @pytest.mark.case("ER23")
 @in_flowing_time
 async def test_credit_that_was_withheld_is_given_in_time_and_nothing_is_lost() -> None:
-    publisher = ZmqPublisher()
-    async with routing(publisher, stream_window_bytes=64 * KIB) as rig:
-        await rig.start_broker("a")
-        await rig.read()
-        await publisher.subscribed()
+    async with one_reading(stream_window_bytes=64 * KIB) as (rig, _, publisher):
         session = rig.bus.by_client["a"]
         cause(Fault.WITHHOLD, session)
         for _ in range(6):
@@ -175,11 +158,7 @@ async def test_credit_that_was_withheld_is_given_in_time_and_nothing_is_lost() -
 @pytest.mark.case("ER24")
 @in_flowing_time
 async def test_a_router_that_reads_nothing_makes_streams_overflow_and_hears_of_it_when_it_reads_again() -> None:
-    publisher = ZmqPublisher()
-    async with routing(publisher, max_stream_buffer_bytes=64 * KIB) as rig:
-        broker = await rig.start_broker("a")
-        await rig.read()
-        await publisher.subscribed()
+    async with one_reading(max_stream_buffer_bytes=64 * KIB) as (rig, broker, publisher):
         session = rig.bus.by_client["a"]
         cause(Fault.STALL, session)
         await overflows(rig, broker, publisher)
@@ -195,10 +174,7 @@ async def test_a_router_that_reads_nothing_makes_streams_overflow_and_hears_of_i
 @pytest.mark.case("ER33")
 @in_flowing_time
 async def test_streams_that_are_broken_off_are_asked_for_again() -> None:
-    publisher = ZmqPublisher()
-    async with routing(publisher) as rig:
-        await rig.start_broker("a")
-        await rig.read()
+    async with one_reading() as (rig, _, _):
         stream = rig.bus.feeds[0].current
         cause(Fault.RESET_STREAMS, rig.bus.by_client["a"])
         assert rig.bus.feeds[0].current is None
@@ -210,10 +186,7 @@ async def test_streams_that_are_broken_off_are_asked_for_again() -> None:
 
 async def not_opened(fault: Fault, code: str, *, within_s: float) -> None:
     """Cause a fault that keeps streams from being opened, and see that it ends with its opposite."""
-    publisher = ZmqPublisher()
-    async with routing(publisher) as rig:
-        broker = await rig.start_broker("a")
-        await rig.read()
+    async with one_reading() as (rig, broker, publisher):
         session = rig.bus.by_client["a"]
         cause(fault, session)
         cause(Fault.RESET_STREAMS, session)

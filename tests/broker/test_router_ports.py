@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import zmq
 import zmq.asyncio
 from bus_rig import NAMESPACE, Publisher, in_flowing_time, loop, until
 from raw_client import HELLO, client
-from router_rig import ANY_PORT, TOPIC, ZmqPublisher, routing
+from router_rig import ANY_PORT, TOPIC, RouterRig, ZmqPublisher, routing
 
 from kura_shaper.broker.protocol.codec import encode
 from kura_shaper.broker.protocol.frames import StreamRefused
@@ -20,22 +22,39 @@ from kura_shaper.broker.protocol.limits import KIB
 from kura_shaper.broker.router.dynamo import decode_event
 from kura_shaper.broker.router.settings import Subscription
 
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+
+@asynccontextmanager
+async def exposing(**changes: Any) -> AsyncIterator[tuple[RouterRig, ZmqPublisher]]:
+    """Run a router, without a broker yet, that has a publisher of libzmq as a local port."""
+    publisher = ZmqPublisher()
+    exposed = Subscription(publisher.endpoint, NAMESPACE, expose=ANY_PORT)
+    async with routing(publisher, subscriptions=(exposed,), **changes) as rig:
+        yield rig, publisher
+
+
+@contextmanager
+def subscriber(rig: RouterRig, topic: str = TOPIC) -> Iterator[zmq.asyncio.Socket]:
+    """Subscribe at the local port as any program does."""
+    with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as made:
+        made.linger = 0
+        made.subscribe(topic)
+        made.connect(f"tcp://127.0.0.1:{rig.bus.ports[0].port}")
+        yield made
+
 
 @pytest.mark.case("ER62")
 @in_flowing_time
 async def test_an_unmodified_subscriber_reads_a_publisher_that_it_has_no_route_to() -> None:
-    publisher = ZmqPublisher()
-    exposed = Subscription(publisher.endpoint, NAMESPACE, expose=ANY_PORT)
-    async with routing(publisher, subscriptions=(exposed,)) as rig:
+    async with exposing() as (rig, publisher):
         await rig.start_broker()
-        with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as subscriber:
-            subscriber.linger = 0
-            subscriber.subscribe(TOPIC)
-            subscriber.connect(f"tcp://127.0.0.1:{rig.bus.ports[0].port}")
+        with subscriber(rig) as reading:
             await publisher.subscribed()
             for _ in range(500):
                 publisher.publish()
-            found = [decode_event(await subscriber.recv_multipart()).sequence for _ in range(500)]
+            found = [decode_event(await reading.recv_multipart()).sequence for _ in range(500)]
             assert found == list(range(500))
         await publisher.subscribed(unsubscribes=1)
 
@@ -43,19 +62,14 @@ async def test_an_unmodified_subscriber_reads_a_publisher_that_it_has_no_route_t
 @pytest.mark.case("ER65")
 @in_flowing_time
 async def test_after_its_broker_died_the_subscriber_is_connected_by_another_one() -> None:
-    publisher = ZmqPublisher()
-    exposed = Subscription(publisher.endpoint, NAMESPACE, expose=ANY_PORT)
-    async with routing(publisher, subscriptions=(exposed,)) as rig:
+    async with exposing() as (rig, publisher):
         await rig.start_broker("a")
-        with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as subscriber:
-            subscriber.linger = 0
-            subscriber.subscribe(TOPIC)
-            subscriber.connect(f"tcp://127.0.0.1:{rig.bus.ports[0].port}")
+        with subscriber(rig) as reading:
             await publisher.subscribed()
             await rig.start_broker("b")
             await rig.kill_broker("a")
             # libzmq repeats its subscriptions only while somebody receives.
-            receiving = asyncio.ensure_future(subscriber.recv_multipart())
+            receiving = asyncio.ensure_future(reading.recv_multipart())
             await publisher.subscribed(2, unsubscribes=1)
             publisher.publish()
             assert decode_event(await receiving).sequence == 0
@@ -64,15 +78,9 @@ async def test_after_its_broker_died_the_subscriber_is_connected_by_another_one(
 @pytest.mark.case("ER63")
 @in_flowing_time
 async def test_two_subscribers_at_once_have_a_stream_each_and_all_of_their_topics() -> None:
-    publisher = ZmqPublisher()
-    exposed = Subscription(publisher.endpoint, NAMESPACE, expose=ANY_PORT)
-    async with routing(publisher, subscriptions=(exposed,)) as rig:
+    async with exposing() as (rig, publisher):
         await rig.start_broker()
-        with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as one, context.socket(zmq.SUB) as other:
-            for subscriber, topic in ((one, TOPIC), (other, "kv_metrics")):
-                subscriber.linger = 0
-                subscriber.subscribe(topic)
-                subscriber.connect(f"tcp://127.0.0.1:{rig.bus.ports[0].port}")
+        with subscriber(rig) as one, subscriber(rig, "kv_metrics") as other:
             await publisher.subscribed(2)
             for _ in range(100):
                 publisher.publish()
@@ -86,30 +94,22 @@ async def test_two_subscribers_at_once_have_a_stream_each_and_all_of_their_topic
 @pytest.mark.case("ER64")
 @in_flowing_time
 async def test_a_subscriber_that_leaves_frees_its_stream_and_finds_another_when_it_comes_back() -> None:
-    publisher = ZmqPublisher()
-    exposed = Subscription(publisher.endpoint, NAMESPACE, expose=ANY_PORT)
-    async with routing(publisher, subscriptions=(exposed,)) as rig:
+    async with exposing() as (rig, publisher):
         await rig.start_broker()
-        with zmq.asyncio.Context() as context:
-            for times in range(1, 6):
-                with context.socket(zmq.SUB) as subscriber:
-                    subscriber.linger = 0
-                    subscriber.subscribe(TOPIC)
-                    subscriber.connect(f"tcp://127.0.0.1:{rig.bus.ports[0].port}")
-                    await publisher.subscribed(times)
-                    number = publisher.publish()
-                    assert decode_event(await subscriber.recv_multipart()).sequence == number
-                await publisher.subscribed(times, unsubscribes=times)
-                await until(lambda: not rig.bus.by_client["gpu-a-1"].tunnels)
+        for times in range(1, 6):
+            with subscriber(rig) as reading:
+                await publisher.subscribed(times)
+                number = publisher.publish()
+                assert decode_event(await reading.recv_multipart()).sequence == number
+            await publisher.subscribed(times, unsubscribes=times)
+            await until(lambda: not rig.bus.by_client["gpu-a-1"].tunnels)
         assert rig.bus.counts.local_connections == rig.bus.counts.tunnel_ends["unsubscribed"] == 5
 
 
 @pytest.mark.case("ER65")
 @in_flowing_time
 async def test_what_one_broker_refuses_a_connection_is_asked_of_another_one() -> None:
-    publisher = ZmqPublisher()
-    exposed = Subscription(publisher.endpoint, NAMESPACE, expose=ANY_PORT)
-    async with routing(publisher, subscriptions=(exposed,)) as rig, client(rig) as raw:
+    async with exposing() as (rig, _), client(rig) as raw:
         await raw.session(replace(HELLO, client_id="a"))
         await rig.start_broker("b")
         reader, writer = await asyncio.open_connection("127.0.0.1", rig.bus.ports[0].port)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from bus_rig import in_flowing_time, loop, until
-from router_rig import Publishing, RouterRig, ZmqPublisher, routing
+from router_rig import Publishing, RouterRig, ZmqPublisher, one_reading, routing
 
 from kura_shaper.broker.protocol.codes import DrainReason
 
@@ -125,10 +125,7 @@ async def test_a_broker_that_leaves_by_itself_is_waited_for_before_another_is_as
 @pytest.mark.case("ER29")
 @in_flowing_time
 async def test_a_broker_alone_is_back_within_a_second() -> None:
-    publisher = ZmqPublisher()
-    async with routing(publisher, drain_deadline_ms=0) as rig:
-        broker = await rig.start_broker("a")
-        await rig.read()
+    async with one_reading(drain_deadline_ms=0) as (rig, broker, _):
         before = rig.bus.by_client["a"]
         rig.bus.drain(before, DrainReason.REBALANCE)
         await until(lambda: before.is_over)

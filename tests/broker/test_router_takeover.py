@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 from bus_rig import NAMESPACE, in_a_loop, in_flowing_time, loop, until
 from raw_client import HELLO, client
-from router_rig import RouterRig, ZmqPublisher, routing
+from router_rig import RouterRig, ZmqPublisher, one_reading, routing
 
 from kura_shaper.broker.protocol.codec import encode
 from kura_shaper.broker.protocol.codes import DrainReason
@@ -156,17 +156,13 @@ async def test_a_move_to_a_broker_that_leaves_itself_is_bound_elsewhere() -> Non
 @pytest.mark.case("ER9")
 @in_flowing_time
 async def test_what_is_to_move_and_is_refused_is_asked_for_again_while_its_broker_is_there() -> None:
-    publisher = ZmqPublisher()
-    async with routing(publisher) as rig:
-        await rig.start_broker("a")
-        await rig.read()
-        async with client(rig) as raw:
-            await raw.session(replace(HELLO, client_id="b"))
-            rig.bus.drain(rig.bus.by_client["a"], DrainReason.MAINTENANCE)
-            (first,) = await raw.asked()
-            raw.send(raw.session_http_id, encode(StreamRefused(first.stream_id, "target_not_advertised", True)))
-            await until(lambda: rig.bus.feeds[0].next is None)
-            assert rig.bus.feeds[0].is_read
-            await loop().advance(0.5)
-            assert len(await raw.asked(2)) == 2
-            assert rig.bus.feeds[0].is_read
+    async with one_reading() as (rig, _, _), client(rig) as raw:
+        await raw.session(replace(HELLO, client_id="b"))
+        rig.bus.drain(rig.bus.by_client["a"], DrainReason.MAINTENANCE)
+        (first,) = await raw.asked()
+        raw.send(raw.session_http_id, encode(StreamRefused(first.stream_id, "target_not_advertised", True)))
+        await until(lambda: rig.bus.feeds[0].next is None)
+        assert rig.bus.feeds[0].is_read
+        await loop().advance(0.5)
+        assert len(await raw.asked(2)) == 2
+        assert rig.bus.feeds[0].is_read

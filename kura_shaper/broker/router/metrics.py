@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
 from kura_shaper import __version__
+from kura_shaper.broker.families import Families
 from kura_shaper.broker.protocol.codes import Role
 from kura_shaper.broker.router.tunnel import TunnelState
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from kura_shaper.broker.router.service import EventBus
 
 PREFIX = "continuum_event_bus_"
+_FAMILIES = Families(PREFIX)
+_gauge, _labelled = _FAMILIES.gauge, _FAMILIES.labelled
 # Name, words, label, and the counter of RouterCounts.
 _BY_LABEL = (
     ("answers", "Answers to requests of clients", "status", "answers"),
@@ -94,14 +97,3 @@ class RouterMetrics:
         yield _labelled("discovery_lists", "Lists of metadata", "result", counts.lists)
         yield _labelled("discovery_watch_restarts", "Ends of watches of metadata", "reason", counts.watch_restarts)
         yield _labelled("discovery_skipped", "Metadata that was not taken", "reason", counts.skipped)
-
-
-def _gauge(name: str, words: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"{PREFIX}{name}", words, float(value))
-
-
-def _labelled(name: str, words: str, label: str, values: dict[str, int]) -> CounterMetricFamily:
-    made = CounterMetricFamily(f"{PREFIX}{name}", words, labels=[label])
-    for value, number in values.items():
-        made.add_metric([value], number)
-    return made

@@ -10,8 +10,8 @@ import asyncio
 from typing import TYPE_CHECKING, Protocol
 
 from kura_shaper.broker.protocol.limits import KIB
+from kura_shaper.broker.router.listening import Listening
 from kura_shaper.broker.router.session import SessionChooser
-from kura_shaper.errors import UsageError
 
 if TYPE_CHECKING:
     from kura_shaper.broker.router.counts import RouterCounts
@@ -38,12 +38,12 @@ class LocalPort:
     def __init__(self, wanted: Subscription, listen: Endpoint, owner: PortOwner) -> None:
         self.wanted, self.listen, self.owner = wanted, listen, owner
         self.connections: set[LocalConnection] = set()
-        self._server: asyncio.Server | None = None
+        self._listening = Listening("expose", listen)
 
     @property
     def port(self) -> int:
-        """Where it listens."""
-        return int(self._server.sockets[0].getsockname()[1]) if self._server else 0
+        """Where it listens, 0 when it does not."""
+        return self._listening.port
 
     def want(self, wanted: Subscription) -> None:
         """Expose this from now on. Whoever is connected to another publisher has to come again."""
@@ -54,19 +54,11 @@ class LocalPort:
 
     async def start(self) -> None:
         """Listen. Raises UsageError when the address can't be had."""
-        loop = asyncio.get_running_loop()
-        try:
-            self._server = await loop.create_server(
-                lambda: LocalConnection(self), self.listen.host, self.listen.port, backlog=CONNECTIONS_MAX
-            )
-        except OSError as error:
-            words = f"expose {self.listen}: {error.strerror}"
-            raise UsageError(words, remedy="choose another address or port") from error
+        await self._listening.start(lambda: LocalConnection(self), backlog=CONNECTIONS_MAX)
 
     def stop(self) -> None:
         """Take no further connections."""
-        if self._server is not None:
-            self._server.close()
+        self._listening.stop()
 
     def close(self) -> None:
         """Take none, and end those that are there."""

@@ -15,8 +15,8 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from kura_shaper.broker.protocol.limits import MIB
+from kura_shaper.broker.router.listening import Listening
 from kura_shaper.broker.router.output import json_line
-from kura_shaper.errors import UsageError
 from kura_shaper.log import event as log_event
 
 if TYPE_CHECKING:
@@ -47,23 +47,16 @@ class EventServer:
     def __init__(self, listen: Endpoint, counts: RouterCounts) -> None:
         self.listen, self.counts = listen, counts
         self.clients: set[EventClient] = set()
-        self._server: asyncio.Server | None = None
+        self._listening = Listening("serve", listen)
 
     @property
     def port(self) -> int:
-        """Where it listens, 0 before."""
-        return int(self._server.sockets[0].getsockname()[1]) if self._server and self._server.sockets else 0
+        """Where it listens, 0 when it does not."""
+        return self._listening.port
 
     async def start(self) -> None:
         """Listen. Raises UsageError when the address can't be had."""
-        loop = asyncio.get_running_loop()
-        try:
-            self._server = await loop.create_server(
-                lambda: EventClient(self), self.listen.host, self.listen.port, backlog=CLIENTS_MAX
-            )
-        except OSError as error:
-            words = f"serve {self.listen}: {error.strerror}"
-            raise UsageError(words, remedy="choose another address or port") from error
+        await self._listening.start(lambda: EventClient(self), backlog=CLIENTS_MAX)
         if not ip_address(self.listen.host).is_loopback:
             log_event(_log, "events_open_to_the_network", level=logging.WARNING, listen=str(self.listen))
 
@@ -77,8 +70,7 @@ class EventServer:
 
     def close(self) -> None:
         """Take no further clients, and let those that are there have what waits for them, if they take it soon."""
-        if self._server is not None:
-            self._server.close()
+        self._listening.stop()
         for client in tuple(self.clients):
             client.close()
 
