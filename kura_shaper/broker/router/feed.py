@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 from kura_shaper.broker.protocol.limits import MIB
 from kura_shaper.broker.router.counts import Dropped, RouterCounts, TunnelEnding
 from kura_shaper.broker.router.dynamo import Event, EventError, decode_event
+from kura_shaper.broker.router.feed_stream import FeedStream
 from kura_shaper.broker.router.sequences import Arrival, Sequences
 from kura_shaper.broker.router.session import SessionChooser
-from kura_shaper.broker.router.zmtp import Message, Subscribed, ZmtpError, ZmtpFault, ZmtpSubscriber
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from kura_shaper.broker.router.session import ClientSession
     from kura_shaper.broker.router.settings import Subscription
     from kura_shaper.broker.router.tunnel import TunnelEnd
+    from kura_shaper.broker.router.zmtp import ZmtpFault
 
-_HANDSHAKE_WITHIN_S, _PING_EVERY_S, _SILENT_FOR_S = 30.0, 30.0, 90.0
 _RETRY_LEAST_S, _RETRY_MOST_S, _LIVED_S = 0.25, 30.0, 10.0
 # How long two streams bring the same, and how long after that the first one's events may still be repeated.
 _OVERLAP_S, _REPEATS_FOR_S = 1.0, 10.0
@@ -96,11 +96,13 @@ class Feed:
         session = self._choose(() if self.current is None else (self.current.session.id,))
         if session is None:
             return
+        owner = self._owner
+        stream = FeedStream(self, session, kept=owner.kept, max_message_bytes=owner.max_message_bytes)
         if self.current is None:
-            self.current = FeedStream(self, session, self._owner)
+            self.current = stream
         else:
             self.current.session.moving += 1
-            self.next = FeedStream(self, session, self._owner)
+            self.next = stream
 
     def _choose(self, other_than: tuple[str, ...]) -> ClientSession | None:
         """Return a session that did not refuse it, or when all of them did, any."""
@@ -240,103 +242,3 @@ class Feed:
 
 
 _LABELS = {each: each.value.replace(" ", "_") for each in Arrival}
-
-
-class FeedStream:
-    """One tunnel of a feed, read as ZMTP."""
-
-    def __init__(self, feed: Feed, session: ClientSession, owner: FeedOwner) -> None:
-        self._feed, self.session = feed, session
-        self._kept, self._kept_bytes = owner.kept, 0
-        self._loop = asyncio.get_running_loop()
-        self._began_s = self._heard_s = self._loop.time()
-        self._zmtp = ZmtpSubscriber(feed.topics, max_message_bytes=owner.max_message_bytes)
-        self._timer: asyncio.TimerHandle | None = None
-        self._is_over = False
-        self.tunnel = session.subscribe(feed.target, self)
-
-    @property
-    def is_subscribed(self) -> bool:
-        """Whether the publisher knows what is wanted of it."""
-        return self._zmtp.is_subscribed
-
-    def close(self) -> None:
-        """End it; the feed is not told."""
-        self._let_go()
-        self.tunnel.close()
-
-    def on_open(self) -> None:
-        """See Consumer."""
-        self._say()
-        self._timer = self._loop.call_later(_HANDSHAKE_WITHIN_S, self._fail, ZmtpFault.HANDSHAKE)
-
-    def on_bytes(self, data: bytes, credit_bytes: int) -> None:
-        """See Consumer."""
-        self._heard_s = self._loop.time()
-        # What is read here is used at once: it is bounded by what one message may be.
-        self.tunnel.give_credit(credit_bytes)
-        try:
-            found = self._zmtp.receive(data)
-        except ZmtpError as error:
-            self._fail(error.fault)
-            return
-        for each in found:
-            if self._is_over:
-                return
-            if isinstance(each, Message):
-                self._feed.on_message(self, each.parts)
-            elif isinstance(each, Subscribed):
-                self._feed.on_subscribed(self)
-                self._plan_ping()
-        self._say()
-        self._note_kept()
-
-    def on_sent(self) -> None:
-        """See Consumer."""
-
-    def on_over(self, end: TunnelEnd) -> None:
-        """See Consumer."""
-        self._let_go()
-        self._feed.on_over(self, end, lived_s=self._loop.time() - self._began_s)
-
-    def _note_kept(self) -> None:
-        """Count what waits for the rest of a message, which all publishers together may only have so much of."""
-        if self._is_over:
-            return
-        more_bytes = self._zmtp.kept_bytes - self._kept_bytes
-        if not self._kept.take(more_bytes):
-            self._fail(ZmtpFault.FLOOD)
-            return
-        self._kept_bytes += more_bytes
-
-    def _let_go(self) -> None:
-        self._is_over = True
-        self._cancel_timer()
-        self._kept.give_back(self._kept_bytes)
-        self._kept_bytes = 0
-
-    def _say(self) -> None:
-        data = self._zmtp.data_to_send()
-        if data and not self.tunnel.send(data):
-            self._fail(ZmtpFault.FLOOD)
-
-    def _fail(self, fault: ZmtpFault) -> None:
-        self.close()
-        self._feed.on_fault(self, fault)
-
-    def _plan_ping(self) -> None:
-        self._cancel_timer()
-        self._timer = self._loop.call_later(_PING_EVERY_S, self._ping)
-
-    def _ping(self) -> None:
-        """Ask a publisher that says nothing whether it is there; one that does not say so is as good as gone."""
-        if self._loop.time() - self._heard_s > _SILENT_FOR_S:
-            self._fail(ZmtpFault.SILENT)
-        elif self._zmtp.ping():
-            self._say()
-            self._plan_ping()
-
-    def _cancel_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -18,14 +17,13 @@ from kura_shaper.broker.protocol.buffer import Budget
 from kura_shaper.broker.protocol.codes import DrainReason, Role, SessionCode
 from kura_shaper.broker.protocol.frames import Welcome, WelcomeLimits
 from kura_shaper.broker.protocol.limits import MIB
-from kura_shaper.broker.router.connection import BusConnection
 from kura_shaper.broker.router.counts import RouterCounts
+from kura_shaper.broker.router.door import Door
 from kura_shaper.broker.router.faults import plan_faults
 from kura_shaper.broker.router.output import AllOutputs
 from kura_shaper.broker.router.rebalance import Rebalance
 from kura_shaper.broker.router.serving import EventServer
 from kura_shaper.broker.router.wanted import Wanted
-from kura_shaper.errors import UsageError
 from kura_shaper.log import event as log_event
 
 if TYPE_CHECKING:
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
 
     from kura_shaper.broker.metadata import Publisher
     from kura_shaper.broker.protocol.frames import Hello
+    from kura_shaper.broker.router.connection import BusConnection
     from kura_shaper.broker.router.credentials import ServerCredentials
     from kura_shaper.broker.router.feed import Feed
     from kura_shaper.broker.router.output import EventOutput
@@ -41,15 +40,12 @@ if TYPE_CHECKING:
     from kura_shaper.broker.router.session import ClientSession
     from kura_shaper.broker.router.settings import RouterSettings, Subscription
 
-_HANDSHAKE_WITHIN_S, _CLOSE_WITHIN_S = 10.0, 2.0
 _LAG_EVERY_S, _RELOAD_EVERY_S = 0.5, 10.0
 _RETRY_AFTER_MS = 5_000
 # Beside a connection for each session: those that are only just coming, or going.
 _SPARE_CONNECTIONS = 32
-_BACKLOG = 128
 # What the parts of messages and the events that are held back may take, of all publishers together.
 _KEPT_BYTES_MAX = 256 * MIB
-_ACCEPT_PAUSE_S = 0.2
 _log = logging.getLogger("kura_shaper.broker.router")
 
 
@@ -72,9 +68,7 @@ class EventBus:
         self._connections: set[BusConnection] = set()
         self._wanted = Wanted(settings.subscriptions, self)
         self._rebalancing: asyncio.Task[None] | None = None
-        self._listener: socket.socket | None = None
-        self._places = asyncio.Semaphore(settings.max_sessions + _SPARE_CONNECTIONS)
-        self._handshakes: set[asyncio.Task[None]] = set()
+        self._door = Door(settings.listen, credentials, self, places=settings.max_sessions + _SPARE_CONNECTIONS)
         self._stopping = asyncio.Event()
         self._emptied = asyncio.Event()
         self.turned_s = time.monotonic()
@@ -103,8 +97,8 @@ class EventBus:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
-        return int(self._listener.getsockname()[1]) if self._listener else 0
+        """Where it listens, 0 when it does not."""
+        return self._door.port
 
     def is_allowed(self, token: str) -> bool:
         """See ConnectionOwner."""
@@ -127,7 +121,7 @@ class EventBus:
         """See ConnectionOwner."""
         if connection in self._connections:
             self._connections.discard(connection)
-            self._places.release()
+            self._door.give_place_back()
 
     def on_greeted(self, session: ClientSession, hello: Hello) -> None:
         """See SessionOwner."""
@@ -246,14 +240,14 @@ class EventBus:
 
     async def run(self, started: asyncio.Event | None = None) -> None:
         """Run until `stop`. Raises UsageError when an address can't be had."""
-        self._listener = self._listen()
+        self._door.open()
         background = [self._loop.create_task(each) for each in (self._measure_lag(), self._reload())]
         accepting: asyncio.Task[None] | None = None
         try:
             await self._wanted.start()
             if self.served is not None:
                 await self.served.start()
-            accepting = self._loop.create_task(self._accept(self._listener))
+            accepting = self._loop.create_task(self._door.accept())
             if started is not None:
                 started.set()
             stopping = self._loop.create_task(self._stopping.wait())
@@ -261,66 +255,20 @@ class EventBus:
             await asyncio.wait([accepting, stopping], return_when=asyncio.FIRST_COMPLETED)
             if accepting.done():
                 accepting.result()
+            # Before its listener is closed, whose descriptor somebody else may have then.
+            accepting.cancel()
+            await asyncio.wait([accepting])
             await self._leave()
         finally:
             others = [each for each in (accepting, self._rebalancing) if each is not None]
-            tasks = [*background, *self._handshakes, *others]
+            tasks = [*background, *others]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._close()
 
-    def _listen(self) -> socket.socket:
-        listen = self.settings.listen
-        family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
-        made = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        try:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind((listen.host, listen.port))
-            made.listen(_BACKLOG)
-        except OSError as error:
-            made.close()
-            raise UsageError(f"listen {listen}: {error.strerror}", remedy="choose another address or port") from error
-        return made
-
-    async def _accept(self, listener: socket.socket) -> None:
-        """Take connections while there is a place; the kernel keeps the others waiting."""
-        while True:
-            await self._places.acquire()
-            try:
-                accepted, _ = await self._loop.sock_accept(listener)
-            except OSError as error:
-                # Without descriptors for a moment; whoever wants in waits as well.
-                self._places.release()
-                log_event(_log, "accept_failed", level=logging.WARNING, reason=error.strerror)
-                await asyncio.sleep(_ACCEPT_PAUSE_S)
-                continue
-            task = self._loop.create_task(self._shake_hands(accepted))
-            self._handshakes.add(task)
-            task.add_done_callback(self._handshakes.discard)
-
-    async def _shake_hands(self, accepted: socket.socket) -> None:
-        connection = BusConnection(self)
-        try:
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            await self._loop.connect_accepted_socket(
-                lambda: connection.link,
-                accepted,
-                ssl=self._credentials.context,
-                ssl_handshake_timeout=_HANDSHAKE_WITHIN_S,
-                ssl_shutdown_timeout=_CLOSE_WITHIN_S,
-            )
-        except OSError:
-            accepted.close()
-        finally:
-            if not connection.was_made:
-                self.counts.connections_refused += 1
-                self._places.release()
-
     async def _leave(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
+        self._door.close()
         for session in tuple(self._by_id.values()):
             session.drain(DrainReason.SHUTDOWN, self.settings.drain_deadline_ms)
         self._wanted.stop()
@@ -332,8 +280,7 @@ class EventBus:
                     await self._emptied.wait()
 
     def _close(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
+        self._door.close()
         self._wanted.close()
         if self.served is not None:
             self.served.close()
