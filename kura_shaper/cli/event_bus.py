@@ -28,7 +28,7 @@ def event_bus(
         Path, typer.Option("--config", metavar="F", help="Settings, YAML.", envvar="KURA_SHAPER_BUS_CONFIG")
     ],
     check_config: Annotated[
-        bool, typer.Option("--check-config", help="Check settings, certificate and tokens, and leave.")
+        bool, typer.Option("--check-config", help="Check settings, certificate, tokens, kubeconfigs, and leave.")
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Events as one JSON object a line; with --check-config one object.")
@@ -55,14 +55,15 @@ def event_bus(
         raise UsageError(f"{error.name} is not installed", remedy="install kura-shaper[broker]") from error
     if check_config:
         try:
-            problems = problems_of(ServerCredentials(load_settings(config)))
+            checked = load_settings(config)
+            problems = problems_of(checked, ServerCredentials(checked))
         except SettingsError as error:
             problems = error.problems
         say_checked(config, problems, as_json=as_json)
         return
     settings = load_settings(config)
     credentials = ServerCredentials(settings)
-    if problems := problems_of(credentials):
+    if problems := problems_of(settings, credentials):
         raise SettingsError(problems)
     log_as(context, style=settings.log_format, level=settings.log_level)
     output: EventOutput = NoOutput() if quiet else LineOutput(sys.stdout.buffer, as_json=as_json)

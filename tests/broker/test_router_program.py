@@ -24,6 +24,11 @@ from router_rig import ZmqPublisher
 from kura_shaper.broker.credentials import Credentials
 from kura_shaper.broker.resolve import Resolver
 from kura_shaper.broker.service import Broker
+from kura_shaper.tenants.kubernetes.fake import FakeApi
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+from dwm import channel, resource
+from kubernetes_rig import served
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -166,6 +171,54 @@ async def test_events_are_lines_of_json_probes_answer_and_a_signal_ends_it_with_
                 assert all(json.loads(line)["topic"] == "kv-events" for line in router.lines)
                 everything = json.dumps([router.logged, [text for _, text in probes.values()]])
                 assert TOKEN not in everything
+
+
+def kubeconfig(path: Path, server: str) -> str:
+    """Write how to reach an API server."""
+    named: dict[str, dict[str, Any]] = {
+        "clusters": {"cluster": {"server": server}},
+        "users": {"user": {}},
+        "contexts": {"context": {"cluster": "c", "user": "c"}},
+    }
+    whole = {"apiVersion": "v1", "kind": "Config", "current-context": "c"}
+    path.write_text(json.dumps(whole | {key: [{"name": "c", **value}] for key, value in named.items()}))
+    return str(path)
+
+
+@in_flowing_time
+async def test_a_publisher_that_is_discovered_is_read_until_it_is_advertised_no_more() -> None:
+    api = FakeApi("DynamoWorkerMetadataList")
+    with closing(ZmqPublisher()) as publisher, tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        async with served(api) as server:
+            config = kubeconfig(scratch / "kubeconfig", server)
+            wanted = {"namespace": "gpu", "dynamo_namespaces": [NAMESPACE], "topics": ["kv-events"]}
+            async with command(scratch, discover=[{**wanted, "kubeconfig": config}]) as router:
+                async with broker_of(router, scratch, publisher):
+                    made = resource({"k": channel(publisher.endpoint, namespace=NAMESPACE)})
+                    api.put("w0", made, namespace="gpu")
+                    await publisher.subscribed()
+                    publisher.publish()
+                    await until(lambda: len(router.lines) == 1)
+                    place = (await router.started())["metrics"]
+                    metrics = (await asyncio.to_thread(fetch, place, "/metrics"))[1]
+                    for line in (
+                        "publishers_discovered 1.0",
+                        "publishers_beyond 0.0",
+                        "discovery_namespaces_synced 1.0",
+                        'discovery_lists_total{result="ok"} 1.0',
+                        'discovery_skipped_total{reason="total_cap"} 0.0',
+                        'discovery_watch_restarts_total{reason="expired"} 0.0',
+                        "feeds_read 1.0",
+                    ):
+                        assert f"continuum_event_bus_{line}\n" in metrics
+                    status = json.loads((await asyncio.to_thread(fetch, place, "/statusz"))[1])
+                    assert status["discovery"]["publishers"] == 1
+                    api.delete("w0", namespace="gpu")
+                    await publisher.subscribed(unsubscribes=1)
+                    router.process.send_signal(signal.SIGTERM)
+                    assert await router.ended() == 0
+                assert {asked.query.get("limit") for asked in api.asked if not asked.is_watch} == {"32"}
 
 
 @pytest.mark.case("ER17")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from random import Random
 
 import h2.config
 import h2.connection
@@ -23,7 +24,9 @@ from kura_shaper.broker.protocol.frames import (
     Subscribe,
     ZmqEndpoint,
 )
+from kura_shaper.broker.router.discovery import Discovery
 from kura_shaper.broker.router.health import RouterHealth
+from kura_shaper.tenants.kubernetes.pace import SystemAsyncClock
 
 
 @pytest.mark.case("ER2")
@@ -215,4 +218,5 @@ async def test_streams_that_are_reset_as_fast_as_they_are_opened_leave_nothing()
 async def test_a_token_is_in_no_status() -> None:
     async with routing() as rig, client(rig) as raw:
         await raw.session()
-        assert TOKEN not in json.dumps(RouterHealth(rig.bus).status(), default=str)
+        discovery = Discovery((), {}, rig.bus, clock=SystemAsyncClock(), random=Random(1))
+        assert TOKEN not in json.dumps(RouterHealth(rig.bus, discovery).status(), default=str)

@@ -13,7 +13,8 @@ from kura_shaper.broker.entries import SettingsError
 from kura_shaper.broker.router.counts import RouterCounts
 from kura_shaper.broker.router.credentials import ServerCredentials
 from kura_shaper.broker.router.faults import Fault, FaultStep
-from kura_shaper.broker.router.settings import Subscription, load_settings
+from kura_shaper.broker.router.program import problems_of
+from kura_shaper.broker.router.settings import Discover, Subscription, load_settings
 from kura_shaper.cli.main import app
 from kura_shaper.tenants.document import Endpoint
 
@@ -29,6 +30,9 @@ path_prefix: /gpu/
 subscriptions:
   - {{endpoint: "tcp://10.244.1.7:41235", dynamo_namespace: dynamo, topics: [kv_metrics, kv-events]}}
   - {{endpoint: "tcp://[FD00::7]:5557", dynamo_namespace: dynamo, topics: [""], expose: 127.0.0.1:5557}}
+discover:
+  - {{namespace: gpu, dynamo_namespaces: [dynamo], topics: [kv-events, kv_metrics], kubeconfig: {0}/kubeconfig}}
+  - {{namespace: canary, dynamo_namespaces: [dynamo], topics: [""]}}
 max_streams: 32
 stream_window: 1MiB
 serve: 9466
@@ -45,6 +49,7 @@ def place(tmp_path: Path) -> Path:
     (tmp_path / "tls.crt").write_bytes(b"".join(pem.bytes() for pem in issued.cert_chain_pems))
     (tmp_path / "tls.key").write_bytes(issued.private_key_pem.bytes())
     (tmp_path / "tokens").write_text("old-secret\n\nnew-secret\n")
+    (tmp_path / "kubeconfig").write_text("{clusters: [{}], contexts: [{}], users: [{}]}")
     (tmp_path / "c.yaml").write_text(WHOLE.format(tmp_path))
     return tmp_path
 
@@ -63,6 +68,10 @@ def test_everything_is_read(place: Path) -> None:
     assert found.subscriptions == (
         Subscription("tcp://10.244.1.7:41235", "dynamo", ("kv_metrics", "kv-events")),
         Subscription("tcp://[fd00::7]:5557", "dynamo", ("",), Endpoint("127.0.0.1", 5557)),
+    )
+    assert found.discover == (
+        Discover("gpu", ("dynamo",), ("kv-events", "kv_metrics"), place / "kubeconfig"),
+        Discover("canary", ("dynamo",), ("",)),
     )
     assert found.stream_window_bytes == 1 << 20
     assert found.serve == Endpoint("127.0.0.1", 9466)
@@ -94,6 +103,46 @@ def test_a_subscription_that_nobody_reads_and_a_port_that_two_want_are_refused(p
     assert "read by nobody" in nobody
     (twice,) = problems(place, whole.replace("topics: [kv_metrics, kv-events]", "expose: 127.0.0.1:5557"))
     assert "expose one address twice" in twice
+
+
+@pytest.mark.parametrize(
+    ("entry", "where"),
+    [
+        ("{namespace: GPU, dynamo_namespaces: [d], topics: [t]}", "discover[0].namespace"),
+        ("{namespace: gpu, dynamo_namespaces: [], topics: [t]}", "discover[0].dynamo_namespaces"),
+        ("{namespace: gpu, dynamo_namespaces: [d, d], topics: [t]}", "discover[0].dynamo_namespaces[1]"),
+        ("{namespace: gpu, dynamo_namespaces: [d], topics: []}", "discover[0].topics"),
+        ("{namespace: gpu, dynamo_namespaces: [d]}", "discover[0]"),
+        ("{namespace: gpu, dynamo_namespaces: [d], topics: [t], selector: x}", "discover[0].selector"),
+        ('{namespace: gpu, dynamo_namespaces: [d], topics: [t], kubeconfig: ""}', "discover[0].kubeconfig"),
+    ],
+)
+def test_what_is_wrong_with_a_discovery_is_said_with_its_place(place: Path, entry: str, where: str) -> None:
+    whole = WHOLE.format(place).partition("discover:")[0]
+    (line,) = problems(place, f"{whole}discover:\n  - {entry}\n")
+    assert line.split(": ")[1] == where
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "could not be read"),
+        (b"{a: [", "is no YAML"),
+        (b"\xff", "is no YAML"),
+        (b"- a", "names no clusters"),
+        (b"clusters: []", "names no clusters"),
+        (b"#" * (1 << 20) + b"#", "is larger than"),
+    ],
+)
+def test_a_kubeconfig_that_is_none_is_told_with_its_place(place: Path, content: bytes | None, words: str) -> None:
+    settings = load_settings(place / "c.yaml")
+    assert problems_of(settings, ServerCredentials(settings)) == ()
+    (place / "kubeconfig").unlink()
+    if content is not None:
+        (place / "kubeconfig").write_bytes(content)
+    (line,) = problems_of(settings, ServerCredentials(settings))
+    assert line.startswith("discover[0].kubeconfig: ")
+    assert words in line
 
 
 @pytest.mark.case("ER17")

@@ -13,6 +13,7 @@ from kura_shaper import __version__
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kura_shaper.broker.router.discovery import Discovery
     from kura_shaper.broker.router.feed import Feed
     from kura_shaper.broker.router.service import EventBus
     from kura_shaper.broker.router.session import ClientSession
@@ -24,8 +25,8 @@ _SEQUENCES_SHOWN = 64
 class RouterHealth:
     """Asked from the threads of a web server."""
 
-    def __init__(self, bus: EventBus, *, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._bus, self._now_s = bus, now_s
+    def __init__(self, bus: EventBus, discovery: Discovery, *, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._bus, self._discovery, self._now_s = bus, discovery, now_s
 
     def why_dead(self) -> str:
         """See web.Health."""
@@ -46,6 +47,13 @@ class RouterHealth:
             "stopping": bus.is_stopping,
             "sessions": [_session(session) for session in tuple(bus.by_client.values())],
             "feeds": [_feed(feed) for feed in bus.feeds],
+            "discovery": {
+                "namespaces": len(bus.settings.discover),
+                "namespaces_synced": self._discovery.namespaces_synced,
+                "age_s": round(self._discovery.age_s, 3),
+                "publishers": self._discovery.publishers,
+                "not_read": bus.feeds_beyond,
+            },
             "served": {"listen": f"{bus.served.listen.host}:{bus.served.port}", "clients": len(bus.served.clients)}
             if bus.served
             else None,

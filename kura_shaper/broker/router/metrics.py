@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
+    from kura_shaper.broker.router.discovery import Discovery
     from kura_shaper.broker.router.service import EventBus
 
 PREFIX = "continuum_event_bus_"
@@ -54,8 +55,8 @@ _PLAIN = (
 class RouterMetrics:
     """A collector of prometheus_client."""
 
-    def __init__(self, bus: EventBus) -> None:
-        self._bus = bus
+    def __init__(self, bus: EventBus, discovery: Discovery) -> None:
+        self._bus, self._discovery = bus, discovery
 
     def collect(self) -> Iterator[Metric]:
         """Yield every series."""
@@ -68,6 +69,7 @@ class RouterMetrics:
         relayed = {"from_broker": counts.from_broker_bytes, "to_broker": counts.to_broker_bytes}
         yield _labelled("bytes", "Bytes of data streams", "direction", relayed)
         yield from self._gauges()
+        yield from self._discovered()
 
     def _gauges(self) -> Iterator[Metric]:
         bus = self._bus
@@ -83,3 +85,15 @@ class RouterMetrics:
         yield _gauge("feeds_read", "Publishers that are subscribed to", sum(feed.is_read for feed in bus.feeds))
         yield _gauge("served_clients", "Readers of the served events", len(bus.served.clients) if bus.served else 0)
         yield _gauge("event_loop_lag_seconds", "How late the event loop was last", bus.counts.loop_lag_s)
+
+    def _discovered(self) -> Iterator[Metric]:
+        found = self._discovery
+        counts = found.counts
+        yield _gauge("publishers_discovered", "Publishers that are advertised and wanted", found.publishers)
+        beyond = self._bus.feeds_beyond
+        yield _gauge("publishers_beyond", "Publishers that are advertised and too many to be read", beyond)
+        yield _gauge("discovery_namespaces_synced", "Kubernetes namespaces that were listed", found.namespaces_synced)
+        yield _gauge("discovery_age_seconds", "Time since nothing was known to be missing", found.age_s)
+        yield _labelled("discovery_lists", "Lists of metadata", "result", counts.lists)
+        yield _labelled("discovery_watch_restarts", "Ends of watches of metadata", "reason", counts.watch_restarts)
+        yield _labelled("discovery_skipped", "Metadata that was not taken", "reason", counts.skipped)

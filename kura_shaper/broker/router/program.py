@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
 from kura_shaper.broker.process import problems_with, stop_by_signals
+from kura_shaper.broker.router.discovery import Discovery, open_apis, require_kubeconfigs
 from kura_shaper.broker.router.health import RouterHealth
 from kura_shaper.broker.router.metrics import RouterMetrics
 from kura_shaper.broker.router.reread import Rereading
 from kura_shaper.broker.router.service import EventBus
 from kura_shaper.log import event as log_event
+from kura_shaper.tenants.kubernetes.pace import SystemAsyncClock
 from kura_shaper.web import ProbeServer
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from kura_shaper.broker.router.credentials import ServerCredentials
@@ -26,9 +31,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kura_shaper.broker.router")
 
 
-def problems_of(credentials: ServerCredentials) -> tuple[str, ...]:
-    """Return what is wrong with certificate, key and tokens, one line each."""
-    return problems_with(credentials.read_context, credentials.read_tokens)
+def problems_of(settings: RouterSettings, credentials: ServerCredentials) -> tuple[str, ...]:
+    """Return what is wrong with certificate, key, tokens and kubeconfigs, one line each; the network is not asked."""
+    kubeconfigs = partial(require_kubeconfigs, settings)
+    return problems_with(credentials.read_context, credentials.read_tokens, kubeconfigs)
 
 
 def run_router(settings: RouterSettings, credentials: ServerCredentials, *, config: Path, output: EventOutput) -> None:
@@ -44,20 +50,46 @@ async def _run(settings: RouterSettings, credentials: ServerCredentials, config:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGHUP, rereading.ask)
     loop.add_signal_handler(signal.SIGUSR1, bus.rebalance)
-    listen = settings.metrics_listen
-    server = ProbeServer(listen.host, listen.port, collector=RouterMetrics(bus), health=RouterHealth(bus))
     started = asyncio.Event()
-    beside = [
-        asyncio.ensure_future(_tell_started(bus, started, metrics=f"{listen.host}:{server.port}")),
-        asyncio.ensure_future(rereading.run(started)),
-    ]
+    rereads = asyncio.ensure_future(rereading.run(started))
     try:
-        await bus.run(started)
-        log_event(_log, "stopped")
+        async with _discovering(bus) as discovery, _serving(bus, discovery, started):
+            await bus.run(started)
+            log_event(_log, "stopped")
     finally:
-        for task in beside:
-            task.cancel()
+        rereads.cancel()
         output.close()
+
+
+@asynccontextmanager
+async def _discovering(bus: EventBus) -> AsyncIterator[Discovery]:
+    """Follow what is advertised where the settings say so."""
+    clock = SystemAsyncClock()
+    async with AsyncExitStack() as stack:
+        apis = await open_apis(bus.settings, stack, clock)
+        discovery = Discovery(bus.settings.discover, apis, bus, clock=clock, random=bus.random)
+        following = asyncio.ensure_future(discovery.run())
+        # It never ends by itself, unless it is broken, and then this is no router any more.
+        following.add_done_callback(lambda _: bus.stop())
+        try:
+            yield discovery
+        finally:
+            following.cancel()
+            with suppress(asyncio.CancelledError):
+                await following
+
+
+@asynccontextmanager
+async def _serving(bus: EventBus, discovery: Discovery, started: asyncio.Event) -> AsyncIterator[None]:
+    """Serve metrics and probes, and say when the router has started."""
+    listen = bus.settings.metrics_listen
+    collector, health = RouterMetrics(bus, discovery), RouterHealth(bus, discovery)
+    server = ProbeServer(listen.host, listen.port, collector=collector, health=health)
+    telling = asyncio.ensure_future(_tell_started(bus, started, metrics=f"{listen.host}:{server.port}"))
+    try:
+        yield
+    finally:
+        telling.cancel()
         server.close()
 
 

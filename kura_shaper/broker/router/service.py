@@ -27,9 +27,10 @@ from kura_shaper.broker.router.wanted import Wanted
 from kura_shaper.log import event as log_event
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from random import Random
 
+    from kura_shaper.broker.metadata import Publisher
     from kura_shaper.broker.protocol.frames import Hello
     from kura_shaper.broker.router.connection import BusConnection
     from kura_shaper.broker.router.credentials import ServerCredentials
@@ -88,6 +89,11 @@ class EventBus:
     def ports(self) -> tuple[LocalPort, ...]:
         """The publishers that are local ports."""
         return self._wanted.ports
+
+    @property
+    def feeds_beyond(self) -> int:
+        """How many publishers are advertised, and not read since there are as many as may be."""
+        return self._wanted.beyond
 
     @property
     def port(self) -> int:
@@ -182,6 +188,11 @@ class EventBus:
         """Ask one client to leave; what it had is read over others first where there are any."""
         session.drain(reason, self.settings.drain_deadline_ms)
         self._move_away(session)
+
+    def read_discovered(self, advertised: Mapping[Publisher, tuple[str, ...]]) -> None:
+        """See discovery.Reader."""
+        if not self.is_stopping:
+            self._wanted.discover(advertised)
 
     def rebalance(self) -> None:
         """Ask every broker to come anew, in their turn; asked again meanwhile, it goes on as it is."""

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _METRICS_LISTEN = Endpoint("0.0.0.0", 9465)  # noqa: S104 - probes come to the pod's own address
 SUBSCRIPTIONS_MAX, TOPICS_MAX, FAULTS_MAX, SESSIONS_MAX = 4096, 16, 64, 1024
+DISCOVER_MAX = 64
 _TOPIC_CHARACTERS_MAX = 253
 
 
@@ -75,6 +76,19 @@ class Subscription:
         return str(self.target)
 
 
+@dataclass(frozen=True, slots=True)
+class Discover:
+    """A Kubernetes namespace whose workers' publishers are wanted: those of some Dynamo namespaces and topics.
+
+    Without a kubeconfig it is the cluster that the router itself is in.
+    """
+
+    namespace: str
+    dynamo_namespaces: tuple[str, ...]
+    topics: tuple[str, ...]
+    kubeconfig: Path | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:
     """Everything that a router can be told."""
@@ -85,6 +99,7 @@ class RouterSettings:
     token_file: Path
     path_prefix: str = ""
     subscriptions: tuple[Subscription, ...] = ()
+    discover: tuple[Discover, ...] = ()
     max_sessions: int = 64
     max_streams: int = STREAMS_DEFAULT
     max_stream_buffer_bytes: int = STREAM_BUFFER_BYTES_MAX
@@ -162,6 +177,21 @@ def _subscription(value: Value) -> Subscription:
     )
 
 
+def _namespace(content: str) -> str:
+    return check.label(content, characters_max=63)
+
+
+def _discover(value: Value) -> Discover:
+    found = check.mapping(value, required=("namespace", "dynamo_namespaces", "topics"), optional=("kubeconfig",))
+    namespaces = entries.listed("Dynamo namespace", entries.dynamo_namespace, entries.NAMESPACES_MAX)
+    return Discover(
+        check.literal(found["namespace"], _namespace),
+        namespaces(found["dynamo_namespaces"]),
+        entries.listed("topic", _topic, TOPICS_MAX)(found["topics"]),
+        check.literal(found["kubeconfig"], entries.file_path) if "kubeconfig" in found else None,
+    )
+
+
 def _served(content: str) -> Endpoint:
     # Whoever connects is served, so it takes an address of its own to be served elsewhere than on this machine.
     return check.listen_endpoint(f"127.0.0.1:{content}" if content.isdecimal() else content)
@@ -189,6 +219,7 @@ _READERS: dict[str, tuple[str, Callable[[Value], Any]]] = {
     "token_file": ("token_file", entries.text(entries.file_path)),
     "path_prefix": ("path_prefix", entries.text(entries.url_prefix)),
     "subscriptions": ("subscriptions", _each("subscriptions", _subscription, SUBSCRIPTIONS_MAX)),
+    "discover": ("discover", _each("namespaces", _discover, DISCOVER_MAX)),
     "max_sessions": ("max_sessions", entries.whole(1, SESSIONS_MAX)),
     "max_streams": ("max_streams", entries.whole(1, STREAMS_MAX)),
     "max_stream_buffer_bytes": (
