@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kura_shaper.bench.answer import QUIET_PERMILLE
 from kura_shaper.bench.load import FRAME_BYTES_MAX, FRAME_BYTES_MIN, MTU_FRAME_BYTES, Packets, Senders, SenderSpec
 from kura_shaper.bench.meter import DeviceMeter, Reading, read_cpu, root_drops
-from kura_shaper.bench.report import QUIET_PERMILLE, Machine, MadeOf, Point, Report, windows_of
+from kura_shaper.bench.points import Machine, MadeOf, Point, Report, windows_of
 from kura_shaper.bench.stage import (
     BY_HAND,
     DEFAULT,

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from kura_shaper.bench.report import HEADINGS, caveats, evidence_of, table, words
+from kura_shaper.bench.answer import caveats, evidence_of, words
+from kura_shaper.bench.report import HEADINGS, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from kura_shaper.bench.report import Point, Report
+    from kura_shaper.bench.points import Point, Report
 
 _STYLE = """
 :root { color-scheme: light; }

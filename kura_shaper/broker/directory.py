@@ -1,9 +1,10 @@
 """What is advertised in the watched namespaces, kept current by one list and a watch for each.
 
-A list is taken page by page, with at most one raw page in memory, and counts only as a whole: it replaces
-what was known of its namespace in one step. Until then, and while the API server is away, what was known
-stays: a subscribe must not fail because of an outage. Each change of a watch first takes away what its resource
-advertised before, so an address that left is refused at once, also when what came instead is too much to keep.
+A list is taken page by page, with at most one raw page in memory, also of several namespaces, which take turns. It
+counts only as a whole: it replaces what was known of its namespace in one step. Until then, and while the API server is
+away, what was known stays: a subscribe must not fail because of an outage. Each change of a watch first takes away what
+its resource advertised before, so an address that left is refused at once, also when what came instead is too much to
+keep.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kura_shaper.tenants.kubernetes.pace import Backoff
 from kura_shaper.tenants.kubernetes.wire import OK, ApiError, GoneError, Kind, refused
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from random import Random
 
     from kura_shaper.tenants.kubernetes.pace import AsyncClock
@@ -63,27 +64,37 @@ class DirectoryCounts:
         for reason, number in skipped.items():
             self.skipped[reason] += number
 
+    def add(self, other: DirectoryCounts) -> None:
+        """Count what another one counted as well."""
+        for mine, others in (
+            (self.skipped, other.skipped),
+            (self.lists, other.lists),
+            (self.watch_restarts, other.watch_restarts),
+        ):
+            for key, number in others.items():
+                mine[key] += number
+
 
 class _Namespace:
     """What is known of one namespace: the publishers of each resource, and how often each is advertised."""
 
     def __init__(self) -> None:
-        self.resources: dict[str, tuple[Publisher, ...]] = {}
+        self.resources: dict[str, Resource] = {}
         self.advertised: Counter[Publisher] = Counter()
         self.references = 0
 
     def put(self, resource: Resource) -> None:
         """Let a resource advertise what it has, and nothing that it had."""
         self.remove(resource.name)
-        self.resources[resource.name] = resource.publishers
+        self.resources[resource.name] = resource
         self.advertised.update(resource.publishers)
         self.references += len(resource.publishers)
 
     def remove(self, name: str) -> None:
         """Let a resource advertise nothing, and be gone."""
-        publishers = self.resources.pop(name, ())
-        self.references -= len(publishers)
-        for publisher in publishers:
+        former = self.resources.pop(name, Resource(name))
+        self.references -= len(former.publishers)
+        for publisher in former.publishers:
             self.advertised[publisher] -= 1
             if not self.advertised[publisher]:
                 del self.advertised[publisher]
@@ -112,17 +123,28 @@ class MetadataDirectory:
         clock: AsyncClock,
         random: Random,
         timing: Timing | None = None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_change` is told when what is advertised may have changed."""
+        self._on_change = on_change
         self._api, self._clock, self._random = api, clock, random
         self._timing = timing or Timing()
         self._followers = tuple(_Follower(name, proven_ns=clock.now_ns()) for name in namespaces)
         self._synced = asyncio.Event()
+        self._page_turn = asyncio.Lock()
         self.counts = DirectoryCounts()
 
     def is_advertised(self, endpoint: str, dynamo_namespace: str) -> bool:
         """See Advertised."""
         wanted = (endpoint, dynamo_namespace)
         return self._synced.is_set() and any(wanted in each.known.advertised for each in self._followers)
+
+    def publishers(self, namespace: str) -> Iterator[tuple[Publisher, str]]:
+        """Yield what is advertised in one of the namespaces, and its topic, as often as it is."""
+        for each in self._followers:
+            if each.name == namespace:
+                for resource in each.known.resources.values():
+                    yield from zip(resource.publishers, resource.topics, strict=True)
 
     async def synced(self) -> None:
         """Return when every namespace was listed once."""
@@ -170,7 +192,8 @@ class MetadataDirectory:
                     log_event(
                         _log, "metadata_failed", level=logging.WARNING, namespace=follower.name, reason=str(error)
                     )
-                await self._clock.sleep_ns(max(backoff.next_ns(), error.retry_after_ns))
+                # Added, since a server that was away tells every namespace, and every broker, to wait equally long.
+                await self._clock.sleep_ns(error.retry_after_ns + backoff.next_ns())
 
     # The list.
 
@@ -186,6 +209,7 @@ class MetadataDirectory:
         self._prove(follower)
         if all(each.is_synced for each in self._followers):
             self._synced.set()
+        self._on_change()
 
     async def _list(self, follower: _Follower) -> tuple[_Namespace, str]:
         """Return all of a namespace, and its version. Raises ApiError; then nothing has changed."""
@@ -206,7 +230,10 @@ class MetadataDirectory:
     async def _page(self, follower: _Follower, query: Mapping[str, str]) -> MetadataPage:
         """Return a page. What it was read from is let go with this call, before there is another."""
         limit_s = self._timing.page_s
-        async with self._api.get(_path(follower.name), query, idle_s=limit_s, total_s=limit_s) as answer:
+        async with (
+            self._page_turn,
+            self._api.get(_path(follower.name), query, idle_s=limit_s, total_s=limit_s) as answer,
+        ):
             await _require_ok(answer)
             # Handed over whole: a thread may keep its arguments for a while after it has answered.
             held = [await answer.body()]
@@ -218,17 +245,17 @@ class MetadataDirectory:
             self.counts.skipped[Skip.RESOURCE_CAP] += 1
         elif self._others(follower) + found.references + len(resource.publishers) > REFERENCES_MAX:
             self.counts.skipped[Skip.TOTAL_CAP] += 1
-            found.put(Resource(resource.name, ()))
+            found.put(Resource(resource.name))
         else:
             found.put(resource)
 
     def _fit(self, follower: _Follower, found: _Namespace) -> None:
         """Keep the cap of all namespaces, another of which may have grown while this one was listed."""
-        for name, publishers in reversed(tuple(found.resources.items())):
+        for resource in reversed(tuple(found.resources.values())):
             if self._others(follower) + found.references <= REFERENCES_MAX:
                 return
-            if publishers:
-                found.put(Resource(name, ()))
+            if resource.publishers:
+                found.put(Resource(resource.name))
                 self.counts.skipped[Skip.TOTAL_CAP] += 1
 
     def _others(self, follower: _Follower) -> int:
@@ -278,6 +305,7 @@ class MetadataDirectory:
         self.counts.note(event.skipped)
         if event.kind is not Kind.DELETED:
             self._put(follower, follower.known, event.resource)
+        self._on_change()
 
     def _prove(self, follower: _Follower) -> None:
         follower.proven_ns = self._clock.now_ns()

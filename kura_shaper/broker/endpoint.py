@@ -7,6 +7,7 @@ does not look like one (`2130706433`, `127.1`, `0x7f.1`, `010.0.0.1`) is no endp
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import re
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ _ADDRESS = re.compile(r"(?:\[(?P<v6>[0-9a-fA-F:.]+)\]|(?P<host>[^:\[\]]+)):(?P<p
 _NAME = re.compile(r"(?:[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?\.)*[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?", re.ASCII)
 _ENDS_IN_A_NUMBER = re.compile(r"(?:.*\.)?(?:[0-9]+|0x[0-9a-f]*)", re.ASCII)
 _NAME_CHARACTERS_MAX = 253
+_HOSTS_KEPT = 1_024
 
 
 class EndpointError(UsageError):
@@ -51,21 +53,21 @@ def parse_endpoint(text: str) -> PublisherAddress:
     match = _ADDRESS.fullmatch(text, len(_SCHEME))
     if match is None or int(match["port"]) > 65_535:
         raise EndpointError("is not a host and a port from 1 to 65535")
-    ip = _ip(match["v6"] or match["host"])
-    if match["v6"] is not None:
-        if ip is None or ip.version != 6:
-            raise EndpointError("has no IPv6 address between the brackets")
-        return PublisherAddress(str(ip), int(match["port"]), ip)
-    if ip is not None:
-        return PublisherAddress(str(ip), int(match["port"]), ip)
-    return PublisherAddress(_name(match["host"]), int(match["port"]), None)
+    host, ip = _host(match["v6"] or match["host"])
+    if match["v6"] is not None and (ip is None or ip.version != 6):
+        raise EndpointError("has no IPv6 address between the brackets")
+    return PublisherAddress(host if ip else _name(host), int(match["port"]), ip)
 
 
-def _ip(host: str) -> IpAddress | None:
+# A worker has several publishers at one address, and reading and writing that is most of the work of a list.
+@functools.lru_cache(_HOSTS_KEPT)
+def _host(text: str) -> tuple[str, IpAddress | None]:
+    """Return an address as it is written canonically, or what is none as it is."""
     try:
-        return ipaddress.ip_address(host)
+        ip = ipaddress.ip_address(text)
     except ValueError:
-        return None
+        return text, None
+    return str(ip), ip
 
 
 def _name(host: str) -> str:

@@ -7,6 +7,7 @@ both generations of workers are known: the scope of a channel was flat, and is a
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
@@ -19,7 +20,10 @@ from kura_shaper.broker.nesting import elements, members
 from kura_shaper.tenants.kubernetes.wire import ApiError, Kind, refused
 
 ENTRIES_MAX, PUBLISHERS_MAX = 1_024, 256
+# No settings may have longer ones, so nobody could ask for them, and they are not kept.
+NAMESPACE_CHARACTERS_MAX = TOPIC_CHARACTERS_MAX = 253
 KEY_BYTES_MAX, VALUE_BYTES_MAX = 1_024, 65_536
+_TOPICS_SHARED = 64
 _ZMQ = "Zmq"
 
 Publisher = tuple[str, str]
@@ -43,10 +47,14 @@ class Skip(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """A resource by its name, and what it advertises, in the order of the document."""
+    """A resource by its name, and what it advertises, in the order of the document.
+
+    `topics` has what each of the publishers says that it publishes, "" where it says nothing of use.
+    """
 
     name: str
-    publishers: tuple[Publisher, ...]
+    publishers: tuple[Publisher, ...] = ()
+    topics: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +109,17 @@ class _Body(msgspec.Struct):
     spec: _Spec
 
 
+class _Item(msgspec.Struct):
+    metadata: _Meta
+    spec: _Spec
+
+
+class _WholePage(msgspec.Struct):
+    kind: str
+    metadata: _ListMeta
+    items: list[_Item]
+
+
 class _Transport(msgspec.Struct):
     kind: str
     config: msgspec.Raw = msgspec.Raw(b"null")
@@ -110,6 +129,7 @@ class _Channel(msgspec.Struct):
     transport: _Transport
     scope: msgspec.Raw = msgspec.Raw(b"null")
     namespace: msgspec.Raw = msgspec.Raw(b"null")
+    topic: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class _Zmq(msgspec.Struct):
@@ -132,6 +152,7 @@ class _Event(msgspec.Struct):
     object: msgspec.Raw
 
 
+_whole = msgspec.json.Decoder(_WholePage)
 _page = msgspec.json.Decoder(_Page)
 _head = msgspec.json.Decoder(_Head)
 _body = msgspec.json.Decoder(_Body)
@@ -144,16 +165,14 @@ _text = msgspec.json.Decoder(str)
 
 def parse_page(content: bytes) -> MetadataPage:
     """Return the page of a list. Raises ApiError when it is none."""
-    try:
-        found = _page.decode(content)
-    except RecursionError:
-        found = _deep_page(content)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ApiError("the answer is no list") from error
+    skipped: Counter[Skip] = Counter()
+    found = _whole_page(content) or _careful_page(content)
+    if isinstance(found, _WholePage):
+        resources = [_advertising(each.metadata.name, each.spec, skipped) for each in found.items]
+    else:
+        resources = [made for raw in found.items or () if (made := _resource(raw, skipped)) is not None]
     if not found.kind.endswith("List") or found.items is None or not found.metadata.resource_version:
         raise ApiError("the answer is no list", remedy="is the custom resource definition installed?")
-    skipped: Counter[Skip] = Counter()
-    resources = [made for raw in found.items if (made := _resource(bytes(raw), skipped)) is not None]
     return MetadataPage(tuple(resources), found.metadata.resource_version, found.metadata.more or "", skipped)
 
 
@@ -169,11 +188,11 @@ def parse_event(line: bytes) -> MetadataEvent:
             raise ApiError("an event is of no known kind")
         head = _metadata_of(content)
         if kind == Kind.BOOKMARK:
-            return MetadataEvent(Kind.BOOKMARK, head["resourceVersion"], Resource("", ()))
+            return MetadataEvent(Kind.BOOKMARK, head["resourceVersion"], Resource(""))
         skipped: Counter[Skip] = Counter()
         made = _resource(content, skipped) if kind != Kind.DELETED else None
         version = head["resourceVersion"]
-        return MetadataEvent(Kind(kind), version, made or Resource(head["name"], ()), skipped)
+        return MetadataEvent(Kind(kind), version, made or Resource(head["name"]), skipped)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError) as error:
         raise ApiError("an event can't be read") from error
 
@@ -194,6 +213,24 @@ def _metadata_of(content: bytes) -> dict[str, str]:
     return {key: _text.decode(found[key]) for key in ("name", "resourceVersion") if key in found}
 
 
+def _whole_page(content: bytes) -> _WholePage | None:
+    """Return a page in which nothing is malformed, as one of workers alone is: its text is read once, not thrice."""
+    try:
+        return _whole.decode(content)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _careful_page(content: bytes) -> _Page:
+    """Return a page whose resources are still to be read, each by itself. Raises ApiError."""
+    try:
+        return _page.decode(content)
+    except RecursionError:
+        return _deep_page(content)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ApiError("the answer is no list") from error
+
+
 def _deep_page(content: bytes) -> _Page:
     """Return a page in which something is nested deeper than a parser goes; only that resource will be missing."""
     try:
@@ -207,21 +244,22 @@ def _deep_page(content: bytes) -> _Page:
         raise ApiError("the answer is no list") from error
 
 
-def _resource(content: bytes, skipped: Counter[Skip]) -> Resource | None:
+def _resource(content: bytes | msgspec.Raw, skipped: Counter[Skip]) -> Resource | None:
     """Return what a resource advertises, None when not even its name can be read."""
     name = ""
     try:
         name = _head.decode(content).metadata.name
-        channels = _body.decode(content).spec.data.event_channels or {}
+        spec = _body.decode(content).spec
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         skipped[Skip.MALFORMED_RESOURCE] += 1
-        return Resource(name, ()) if name else None
-    return Resource(name, _publishers(channels, skipped))
+        return Resource(name) if name else None
+    return _advertising(name, spec, skipped)
 
 
-def _publishers(channels: dict[str, msgspec.Raw], skipped: Counter[Skip]) -> tuple[Publisher, ...]:
+def _advertising(name: str, spec: _Spec, skipped: Counter[Skip]) -> Resource:
     found: list[Publisher] = []
-    for number, (key, raw) in enumerate(channels.items()):
+    topics: list[str] = []
+    for number, (key, raw) in enumerate((spec.data.event_channels or {}).items()):
         if number == ENTRIES_MAX:
             skipped[Skip.ENTRY_CAP] += 1
             break
@@ -232,12 +270,19 @@ def _publishers(channels: dict[str, msgspec.Raw], skipped: Counter[Skip]) -> tup
             if len(found) == PUBLISHERS_MAX:
                 skipped[Skip.PUBLISHER_CAP] += 1
                 break
-            found.append(made)
-    return tuple(found)
+            found.append(made[0])
+            topics.append(made[1])
+    return Resource(name, tuple(found), _shared(tuple(topics)))
 
 
-def _publisher(key: str, raw: msgspec.Raw) -> Publisher | Skip | None:
-    """Return what a channel advertises, None for what is no publisher of ours, or why it was skipped."""
+# Workers of one kind have the same topics, in the same order.
+@functools.lru_cache(_TOPICS_SHARED)
+def _shared(topics: tuple[str, ...]) -> tuple[str, ...]:
+    return topics
+
+
+def _publisher(key: str, raw: msgspec.Raw) -> tuple[Publisher, str] | Skip | None:
+    """Return what a channel advertises and its topic, None for what is no publisher of ours, or why it was skipped."""
     if len(key.encode(errors="surrogatepass")) > KEY_BYTES_MAX:
         return Skip.KEY_TOO_LONG
     if memoryview(raw).nbytes > VALUE_BYTES_MAX:
@@ -251,9 +296,11 @@ def _publisher(key: str, raw: msgspec.Raw) -> Publisher | Skip | None:
         return Skip.MALFORMED_ENTRY
     if len(endpoint.encode(errors="surrogatepass")) > ENDPOINT_BYTES_MAX:
         return Skip.ENDPOINT_TOO_LONG
+    if len(namespace) > NAMESPACE_CHARACTERS_MAX:
+        return Skip.MALFORMED_ENTRY
     try:
         # Many resources name the same few namespaces, and relists the same endpoints.
-        return sys.intern(str(parse_endpoint(endpoint))), sys.intern(namespace)
+        return (sys.intern(str(parse_endpoint(endpoint))), sys.intern(namespace)), _topic(channel)
     except EndpointError:
         return Skip.BAD_ENDPOINT
 
@@ -271,3 +318,12 @@ def _namespace(channel: _Channel) -> str:
     if found is None:
         raise msgspec.ValidationError("a scope of no known kind")
     return found
+
+
+def _topic(channel: _Channel) -> str:
+    """Return the topic of a channel, "" for none that can be read: that is no fault, since it allows nothing."""
+    try:
+        topic = _text.decode(channel.topic)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return ""
+    return sys.intern(topic) if len(topic) <= TOPIC_CHARACTERS_MAX else ""

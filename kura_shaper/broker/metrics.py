@@ -17,6 +17,7 @@ from prometheus_client.core import (
 
 from kura_shaper import __version__
 from kura_shaper.broker.counts import STAGE_BUCKETS_S
+from kura_shaper.broker.families import Families
 from kura_shaper.broker.protocol.limits import SECOND_NS
 from kura_shaper.broker.relay import RelayState
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from kura_shaper.broker.service import Broker
 
 PREFIX = "continuum_event_broker_"
+_FAMILIES = Families(PREFIX)
+_gauge, _labelled = _FAMILIES.gauge, _FAMILIES.labelled
 # Name, words, label, and the counter of Counts.
 _BY_LABEL = (
     ("refusals", "Subscribes that became no stream", "code", "refusals"),
@@ -121,14 +124,3 @@ class BrokerMetrics:
         yield _gauge("metadata_namespaces_synced", "Namespaces that were listed once", directory.namespaces_synced)
         words = "Time since it was last known that no metadata is missing"
         yield _gauge("metadata_snapshot_age_seconds", words, directory.age_s)
-
-
-def _gauge(name: str, words: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"{PREFIX}{name}", words, float(value))
-
-
-def _labelled(name: str, words: str, label: str, values: dict[str, int]) -> CounterMetricFamily:
-    made = CounterMetricFamily(f"{PREFIX}{name}", words, labels=[label])
-    for value, number in values.items():
-        made.add_metric([value], number)
-    return made

@@ -16,7 +16,7 @@ from kura_shaper.cli.report import PointProgress, open_page
 from kura_shaper.errors import UsageError
 
 if TYPE_CHECKING:
-    from kura_shaper.bench.report import Report
+    from kura_shaper.bench.points import Report
 
 _DEFAULT_SHAPES, _DEFAULT_FRAMES = "single,mq,mq:2", "64,1514,65536"
 
@@ -76,7 +76,8 @@ def _opened(path: Path) -> TextIO:
 
 
 def _print(report: Report, *, as_json: bool) -> None:
-    from kura_shaper.bench.report import HEADINGS, caveats, evidence_of, table, to_json, words
+    from kura_shaper.bench.answer import caveats, evidence_of, words
+    from kura_shaper.bench.report import HEADINGS, table, to_json
 
     if as_json:
         show.print_json(to_json(report))

@@ -28,7 +28,7 @@ def event_bus(
         Path, typer.Option("--config", metavar="F", help="Settings, YAML.", envvar="KURA_SHAPER_BUS_CONFIG")
     ],
     check_config: Annotated[
-        bool, typer.Option("--check-config", help="Check settings, certificate and tokens, and leave.")
+        bool, typer.Option("--check-config", help="Check settings, certificate, tokens, kubeconfigs, and leave.")
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Events as one JSON object a line; with --check-config one object.")
@@ -37,7 +37,13 @@ def event_bus(
 ) -> None:
     """Serve brokers, read the publishers that are wanted through them, and print their events, until a signal.
 
-    A first SIGTERM or SIGINT asks brokers to leave, at most for drain_deadline; a second one ends at once.
+    With serve: 127.0.0.1:9466 in the settings, other programs get the events as well: whoever connects there has each
+    as one JSON object a line, and is cut off when it reads too slowly.
+
+    SIGUSR1 asks every broker to come anew (rebalance), never two of one namespace at once. SIGHUP rereads certificate,
+    key, tokens and the subscriptions of the settings: what stays wanted is not disturbed, and what can't be used is
+    told and changes nothing. A first SIGTERM or SIGINT asks brokers to leave, at most for drain_deadline; a second one
+    ends at once.
     """
     try:
         from kura_shaper.broker.entries import SettingsError
@@ -49,15 +55,16 @@ def event_bus(
         raise UsageError(f"{error.name} is not installed", remedy="install kura-shaper[broker]") from error
     if check_config:
         try:
-            problems = problems_of(ServerCredentials(load_settings(config)))
+            checked = load_settings(config)
+            problems = problems_of(checked, ServerCredentials(checked))
         except SettingsError as error:
             problems = error.problems
         say_checked(config, problems, as_json=as_json)
         return
     settings = load_settings(config)
     credentials = ServerCredentials(settings)
-    if problems := problems_of(credentials):
+    if problems := problems_of(settings, credentials):
         raise SettingsError(problems)
     log_as(context, style=settings.log_format, level=settings.log_level)
     output: EventOutput = NoOutput() if quiet else LineOutput(sys.stdout.buffer, as_json=as_json)
-    run_router(settings, credentials, output=output)
+    run_router(settings, credentials, config=config, output=output)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import agent_benchmarks
 import broker_benchmarks
 import datapath_benchmarks
+import directory_benchmarks
 import gateway_benchmarks
 import kernel_benchmarks
 from measurement import Measurement, SkippedError, progress
@@ -28,6 +29,7 @@ BENCHMARKS: dict[str, Callable[[], Iterator[Measurement]]] = {
     **gateway_benchmarks.BENCHMARKS,
     **agent_benchmarks.BENCHMARKS,
     **broker_benchmarks.BENCHMARKS,
+    **directory_benchmarks.BENCHMARKS,
 }
 HEADINGS = ("NAME", "OURS", "PEER", "PEER IS", "RATIO", "UNIT", "NOTE")
 

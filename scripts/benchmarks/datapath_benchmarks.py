@@ -17,7 +17,7 @@ from kura_shaper.units import Rate
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kura_shaper.bench.report import Point
+    from kura_shaper.bench.points import Point
 
 # Low enough that the timer that HTB sets for each packet does not fill a processor: above that, what a
 # Gbit costs is whatever time there is.

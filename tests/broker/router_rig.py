@@ -25,6 +25,8 @@ from kura_shaper.tenants.document import Endpoint
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from kura_shaper.broker.router.sequences import Arrival
+
 ANY_PORT = Endpoint("127.0.0.1", 0)
 TOPIC = "kv-events"
 
@@ -34,13 +36,15 @@ class Kept:
     """An output that keeps everything; `most` of it, if a test says so."""
 
     found: list[tuple[Event, str, int]] = field(default_factory=list)
+    arrivals: list[Arrival] = field(default_factory=list)
     most: int = 1_000_000
 
-    def put(self, event: Event, *, endpoint: str, missed: int) -> bool:
+    def put(self, event: Event, *, endpoint: str, arrival: Arrival, missed: int) -> bool:
         """See EventOutput."""
         if len(self.found) >= self.most:
             return False
         self.found.append((event, endpoint, missed))
+        self.arrivals.append(arrival)
         return True
 
     def close(self) -> None:
@@ -95,6 +99,26 @@ class ZmqPublisher:
         """Close it at once."""
         self._socket.close(0)
         self._context.term()
+
+
+class Publishing:
+    """Publishes all the time, on every publisher."""
+
+    def __init__(self, *publishers: ZmqPublisher) -> None:
+        self._publishers = publishers
+        self._task = asyncio.ensure_future(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            for each in self._publishers:
+                each.publish()
+            await asyncio.sleep(0.001)
+
+    async def __aenter__(self) -> Publishing:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
 
 
 @dataclass(slots=True)
@@ -174,6 +198,17 @@ async def routing(
             await asyncio.gather(*tasks, return_exceptions=True)
             for each in publishers:
                 each.close()
+
+
+@asynccontextmanager
+async def one_reading(**changes: Any) -> AsyncIterator[tuple[RouterRig, Broker, ZmqPublisher]]:
+    """Run a router whose broker `a` reads one publisher, which has heard of it."""
+    publisher = ZmqPublisher()
+    async with routing(publisher, **changes) as rig:
+        broker = await rig.start_broker("a")
+        await rig.read()
+        await publisher.subscribed()
+        yield rig, broker, publisher
 
 
 def bus_settings(scratch: Path, **changes: Any) -> RouterSettings:

@@ -59,9 +59,18 @@ class Following:
 
     def __init__(self, server: Server, *, timing: Timing | None = None) -> None:
         self.clock = FakeAsyncClock()
+        self.changes = 0
         self.directory = MetadataDirectory(
-            server, tuple(server.namespaces), clock=self.clock, random=Random(1), timing=timing
+            server,
+            tuple(server.namespaces),
+            clock=self.clock,
+            random=Random(1),
+            timing=timing,
+            on_change=self._on_change,
         )
+
+    def _on_change(self) -> None:
+        self.changes += 1
 
     def knows(self, number: int = 1) -> bool:
         return self.directory.is_advertised(endpoint(number), NAMESPACE)
@@ -110,6 +119,25 @@ async def test_what_is_created_changed_and_deleted_is_known() -> None:
         server.namespaces["gpu"].delete("w0", namespace="gpu")
         await until(lambda: not known.knows(2))
         assert (known.directory.resources, known.directory.references) == (0, 0)
+
+
+@in_a_loop
+async def test_publishers_are_told_with_their_topics_by_namespace_and_each_change_is() -> None:
+    server = Server("gpu", "canary")
+    server.put(channel(endpoint(1), topic="kv_metrics"), channel(endpoint(2)))
+    server.put(channel(endpoint(3)), namespace="canary")
+    async with following(server) as known:
+        told = list(known.directory.publishers("gpu"))
+        assert told == [((endpoint(1), NAMESPACE), "kv_metrics"), ((endpoint(2), NAMESPACE), "kv-events")]
+        assert list(known.directory.publishers("elsewhere")) == []
+        assert known.changes == 2
+        api = server.namespaces["gpu"]
+        await api.until(lambda: bool(api.watches))
+        api.bookmark()
+        api.delete("w0", namespace="gpu")
+        await until(lambda: known.changes == 3)
+        assert list(known.directory.publishers("gpu")) == []
+        assert len(list(known.directory.publishers("canary"))) == 1
 
 
 @pytest.mark.case("ED15")
@@ -234,6 +262,68 @@ async def test_what_is_known_outlives_an_outage_and_what_was_deleted_goes_with_t
         await until(lambda: not known.knows(1))
         assert known.knows(2)
         assert known.directory.counts.watch_restarts["expired"] == 1
+
+
+@pytest.mark.parametrize("retry_after_s", [0, 10])
+@in_a_loop
+async def test_namespaces_that_fail_at_once_come_back_at_different_instants(retry_after_s: int) -> None:
+    server = Server(*(f"gpu-{number}" for number in range(16)))
+    away = True
+
+    def answer(_: Asked) -> FakeAnswer | None:
+        return refusal(503, "starting", retry_after_ns=retry_after_s * 1_000_000_000) if away else None
+
+    async with following(server) as known:
+        await until(lambda: all(api.watches for api in server.namespaces.values()))
+        for api in server.namespaces.values():
+            api.answer = answer
+            api.forget()
+            api.end_watches(ApiError("reset"))
+        # The cut of each watch, and two refusals after that.
+        await until(lambda: len(known.clock.slept_ns) >= 3 * 16)
+        away = False
+        waits = known.clock.slept_ns[:48]
+        await until(lambda: known.directory.counts.lists["ok"] == 32)
+    told_ns = retry_after_s * 1_000_000_000
+    for first in (16, 32):
+        refused = waits[first : first + 16]
+        assert min(refused) >= told_ns
+        # No two alike, and spread over what the backoff has come to.
+        assert len(set(refused)) == 16
+        assert max(refused) - min(refused) > 100_000_000
+
+
+@pytest.mark.case("EB3")
+@in_a_loop
+async def test_one_page_is_in_memory_at_a_time_also_of_several_namespaces() -> None:
+    inner = Server("gpu", "canary", "lab")
+    for number in range(70):
+        for name in inner.namespaces:
+            inner.put(channel(endpoint(number)), name=f"w{number}", namespace=name)
+    under_way: list[str] = []
+    turns = []
+
+    class Slow(Server):
+        @asynccontextmanager
+        async def get(
+            self, path: str, query: Mapping[str, str], *, idle_s: float, total_s: float | None = None
+        ) -> AsyncIterator[Answer]:
+            async with inner.get(path, query, idle_s=idle_s, total_s=total_s) as answer:
+                if "watch" in query:
+                    yield answer
+                    return
+                under_way.append(path)
+                turns.append(path)
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                    assert under_way == [path]
+                yield answer
+                under_way.remove(path)
+
+    async with following(Slow(*inner.namespaces)) as known:
+        assert known.directory.resources == 210
+        # In turns, so that a long list of one namespace does not keep the others waiting for all of it.
+        assert len(set(turns[:3])) == 3
 
 
 @pytest.mark.case("EB6")

@@ -91,6 +91,7 @@ async def proxy(binary: HaproxyBinary, reuse: str, rig: RouterRig) -> AsyncItera
                 process.kill()
 
 
+@pytest.mark.case("ER22")
 @each_proxy
 def test_events_of_two_brokers_come_through_and_one_takes_over(binary: HaproxyBinary, reuse: str) -> None:
     @in_flowing_time
@@ -117,6 +118,7 @@ def test_events_of_two_brokers_come_through_and_one_takes_over(binary: HaproxyBi
     run()
 
 
+@pytest.mark.case("ER22")
 @each_proxy
 def test_a_refusal_keeps_its_code_on_the_way(binary: HaproxyBinary, reuse: str) -> None:
     @in_flowing_time
@@ -152,6 +154,7 @@ class Nobody:
         pass
 
 
+@pytest.mark.case("ER22")
 @each_proxy
 def test_whole_bytes_and_the_end_of_a_publisher_come_through(binary: HaproxyBinary, reuse: str) -> None:
     @in_flowing_time

@@ -7,11 +7,8 @@ from typing import Any
 
 import pytest
 from bus_rig import NAMESPACE, in_flowing_time, loop, until
-from router_rig import ANY_PORT, RouterRig, ZmqPublisher, routing
+from router_rig import ANY_PORT, Publishing, RouterRig, ZmqPublisher, one_reading, routing
 
-from kura_shaper.broker.protocol.codes import DrainReason
-from kura_shaper.broker.protocol.limits import KIB
-from kura_shaper.broker.router.faults import Fault, FaultStep, cause
 from kura_shaper.broker.router.settings import Subscription
 
 
@@ -19,26 +16,7 @@ def spread(rig: RouterRig) -> dict[str, int]:
     return {name: len(session.tunnels) for name, session in rig.bus.by_client.items()}
 
 
-class Publishing:
-    """Publishes all the time, on every publisher."""
-
-    def __init__(self, *publishers: ZmqPublisher) -> None:
-        self._publishers = publishers
-        self._task = asyncio.ensure_future(self._run())
-
-    async def _run(self) -> None:
-        while True:
-            for each in self._publishers:
-                each.publish()
-            await asyncio.sleep(0.001)
-
-    async def __aenter__(self) -> Publishing:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._task.cancel()
-
-
+@pytest.mark.case("ER4")
 @in_flowing_time
 async def test_two_brokers_share_the_publishers_and_one_takes_all_over_when_the_other_dies() -> None:
     publishers = [ZmqPublisher(number) for number in range(6)]
@@ -68,6 +46,7 @@ async def test_two_brokers_share_the_publishers_and_one_takes_all_over_when_the_
             assert len(missing) == each.missed
 
 
+@pytest.mark.case("ER9")
 @in_flowing_time
 async def test_a_broker_that_leaves_hands_its_publishers_over_and_no_event_is_lost() -> None:
     publishers = [ZmqPublisher(number) for number in range(4)]
@@ -93,6 +72,7 @@ async def test_a_broker_that_leaves_hands_its_publishers_over_and_no_event_is_lo
         assert rig.output.missed == 0
 
 
+@pytest.mark.case("ER8")
 @in_flowing_time
 async def test_a_newcomer_with_the_same_id_supersedes_and_reads_on() -> None:
     publisher = ZmqPublisher()
@@ -114,99 +94,10 @@ async def test_a_newcomer_with_the_same_id_supersedes_and_reads_on() -> None:
         await asyncio.gather(old[1], return_exceptions=True)
 
 
-@pytest.mark.parametrize("fault", [Fault.BREAK, Fault.ERROR, Fault.BAD_FRAME, Fault.HUGE_FRAME, Fault.GOAWAY_ERROR])
-def test_after_what_ends_a_session_the_broker_comes_back_and_reading_goes_on(fault: Fault) -> None:
-    @in_flowing_time
-    async def run() -> None:
-        publisher = ZmqPublisher()
-        async with routing(publisher) as rig:
-            broker = await rig.start_broker("a")
-            await rig.read()
-            before = rig.bus.by_client["a"]
-            cause(fault, before)
-            await until(lambda: before.is_over)
-            await until(lambda: broker.view.last_end is not None)
-            await loop().advance(3.0)
-            await until(lambda: "a" in rig.bus.by_client)
-            await rig.read()
-            await rig.hear(publisher)
-
-    run()
-
-
-@in_flowing_time
-async def test_streams_that_are_broken_off_are_asked_for_again() -> None:
-    publisher = ZmqPublisher()
-    async with routing(publisher) as rig:
-        await rig.start_broker("a")
-        await rig.read()
-        stream = rig.bus.feeds[0].current
-        cause(Fault.RESET_STREAMS, rig.bus.by_client["a"])
-        assert rig.bus.feeds[0].current is None
-        await loop().advance(1.0)
-        await rig.read()
-        assert rig.bus.feeds[0].current is not stream
-        assert rig.bus.feeds[0].last_failure == ""
-
-
-@in_flowing_time
-async def test_a_frame_of_a_later_version_and_a_goaway_change_nothing_for_open_streams() -> None:
-    publisher = ZmqPublisher()
-    async with routing(publisher) as rig:
-        broker = await rig.start_broker("a")
-        await rig.read()
-        session = rig.bus.by_client["a"]
-        cause(Fault.UNKNOWN_FRAME, session)
-        cause(Fault.GOAWAY, session)
-        await publisher.subscribed()
-        for _ in range(100):
-            publisher.publish()
-        await until(lambda: len(rig.output.found) == 100)
-        assert broker.counts.frames_ignored == 1
-        assert not session.is_over
-
-
-@in_flowing_time
-async def test_a_router_that_withholds_credit_makes_its_stream_overflow_and_is_read_again() -> None:
-    publisher = ZmqPublisher()
-    async with routing(publisher, stream_window_bytes=64 * KIB, max_stream_buffer_bytes=64 * KIB) as rig:
-        broker = await rig.start_broker("a")
-        await rig.read()
-        await publisher.subscribed()
-        session = rig.bus.by_client["a"]
-        cause(Fault.WITHHOLD, session)
-        big = b"\xc5\xff\x00" + bytes(0xFF00)
-        for _ in range(20):
-            publisher.publish(payload=big)
-        await until(lambda: broker.counts.stream_ends["buffer_overflow"] == 1)
-        await until(lambda: rig.bus.counts.closes["buffer_overflow"] == 1)
-        cause(Fault.GRANT, session)
-        await loop().advance(1.0)
-        await rig.read()
-        assert not session.is_over
-
-
-@in_flowing_time
-async def test_a_router_asked_to_rebalance_is_back_within_a_second() -> None:
-    publisher = ZmqPublisher()
-    async with routing(publisher, drain_deadline_ms=0) as rig:
-        broker = await rig.start_broker("a")
-        await rig.read()
-        before = rig.bus.by_client["a"]
-        rig.bus.drain(before, DrainReason.REBALANCE)
-        await until(lambda: before.is_over)
-        await until(lambda: broker.counts.reconnects["rebalance"] == 1)
-        await loop().advance(0.6)
-        await until(lambda: rig.bus.by_client.get("a", before) is not before)
-        await rig.read()
-
-
+@pytest.mark.case("ER11")
 @in_flowing_time
 async def test_a_router_that_stops_asks_its_clients_to_leave_and_ends() -> None:
-    publisher = ZmqPublisher()
-    async with routing(publisher) as rig:
-        broker = await rig.start_broker("a")
-        await rig.read()
+    async with one_reading() as (rig, broker, _):
         rig.bus.stop()
         await rig.running
         assert broker.view.last_end is None or broker.view.last_end.code == "drain"
@@ -214,6 +105,7 @@ async def test_a_router_that_stops_asks_its_clients_to_leave_and_ends() -> None:
         assert broker.counts.stream_ends["unsubscribed"] == 1
 
 
+@pytest.mark.case("ER11")
 @in_flowing_time
 async def test_a_router_that_stops_waits_for_local_readers_until_its_deadline() -> None:
     publisher = ZmqPublisher()
@@ -234,6 +126,7 @@ async def test_a_router_that_stops_waits_for_local_readers_until_its_deadline() 
         writer.close()
 
 
+@pytest.mark.case("ER10")
 @in_flowing_time
 async def test_what_no_broker_advertises_is_tried_again_and_then_read() -> None:
     publisher = ZmqPublisher()
@@ -258,6 +151,7 @@ async def test_a_kv_listener_is_welcomed_and_never_asked_for_a_publisher() -> No
         assert broker.view.session
 
 
+@pytest.mark.case("ER10")
 @in_flowing_time
 async def test_another_namespace_is_left_to_who_covers_it() -> None:
     publisher = ZmqPublisher()
@@ -270,15 +164,3 @@ async def test_another_namespace_is_left_to_who_covers_it() -> None:
         await loop().advance(3.0)
         await rig.read()
         assert spread(rig) == {"a": 0, "b": 1}
-
-
-@in_flowing_time
-async def test_faults_of_the_settings_happen_at_their_times_after_the_welcome() -> None:
-    async with routing(faults=(FaultStep(500, Fault.SILENCE), FaultStep(1_000, Fault.ERROR))) as rig:
-        await rig.start_broker("a")
-        session = rig.bus.by_client["a"]
-        await loop().advance(0.75)
-        assert not session.beats
-        assert not session.is_over
-        await loop().advance(0.5)
-        assert session.end_code == "internal"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from bus_rig import in_flowing_time, until
 from router_rig import ZmqPublisher, routing
 
 
+@pytest.mark.case("ER14")
 @in_flowing_time
 async def test_events_of_a_publisher_arrive_in_order() -> None:
     publisher = ZmqPublisher()

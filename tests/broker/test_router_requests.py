@@ -4,156 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import json
-import ssl
-from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from random import Random
 
 import h2.config
 import h2.connection
 import h2.errors
 import h2.events
 import pytest
-from bus_rig import NAMESPACE, TOKEN, authority, in_flowing_time, loop, until
-from router_rig import RouterRig, routing
+from bus_rig import NAMESPACE, TOKEN, in_flowing_time, loop, until
+from raw_client import HELLO, client
+from router_rig import routing
 
-from kura_shaper.broker.protocol.codec import FrameDecoder, UnknownFrame, encode, encode_object
+from kura_shaper.broker.protocol.codec import encode, encode_object
 from kura_shaper.broker.protocol.frames import (
     Error,
-    Frame,
     Heartbeat,
-    Hello,
-    Software,
     StreamOpened,
     Subscribe,
-    Welcome,
     ZmqEndpoint,
 )
-from kura_shaper.broker.protocol.limits import MEDIA_TYPE, Limits
+from kura_shaper.broker.router.discovery import Discovery
 from kura_shaper.broker.router.health import RouterHealth
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-HELLO = Hello(
-    client_id="raw",
-    instance_id="0" * 32,
-    kubernetes_namespace="gpu",
-    dynamo_namespaces=(NAMESPACE,),
-    limits=Limits(),
-    software=Software("test", "0"),
-)
+from kura_shaper.tenants.kubernetes.pace import SystemAsyncClock
 
 
-class RawClient:
-    """A client of HTTP/2 that does what it is told."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self.writer = reader, writer
-        self.h2 = h2.connection.H2Connection(
-            h2.config.H2Configuration(
-                client_side=True,
-                header_encoding="utf-8",
-                validate_outbound_headers=False,
-                normalize_outbound_headers=False,
-            )
-        )
-        self.h2.initiate_connection()
-        self.answers: dict[int, dict[str, str]] = {}
-        self.bodies: dict[int, bytes] = {}
-        self.ended: set[int] = set()
-        self.is_closed = False
-        self._decoder = FrameDecoder()
-        self.frames: list[Frame | UnknownFrame] = []
-        self.session_http_id = 0
-        self._task = asyncio.ensure_future(self._read())
-        self.flush()
-
-    async def _read(self) -> None:
-        try:
-            while data := await self._reader.read(65_536):
-                for event in self.h2.receive_data(data):
-                    self._take(event)
-                self.flush()
-        except (OSError, h2.exceptions.ProtocolError):
-            pass
-        self.is_closed = True
-
-    def _take(self, event: h2.events.Event) -> None:
-        match event:
-            case h2.events.ResponseReceived(stream_id=http_id):
-                self.answers[http_id or 0] = {str(name): str(value) for name, value in event.headers or ()}
-            case h2.events.DataReceived(stream_id=http_id):
-                self.h2.acknowledge_received_data(event.flow_controlled_length or 0, http_id or 0)
-                self.bodies[http_id or 0] = self.bodies.get(http_id or 0, b"") + (event.data or b"")
-                if http_id == self.session_http_id:
-                    self._decoder.feed(event.data or b"")
-                    while (frame := self._decoder.next_frame()) is not None:
-                        self.frames.append(frame)
-            case h2.events.StreamEnded(stream_id=http_id) | h2.events.StreamReset(stream_id=http_id):
-                self.ended.add(http_id or 0)
-            case h2.events.ConnectionTerminated():
-                self.is_closed = True
-
-    def flush(self) -> None:
-        self.writer.write(self.h2.data_to_send())
-
-    def request(self, path: str = "/bus/v1/session", **headers: str) -> int:
-        """Send a request's head and return its id."""
-        told = {
-            ":method": "POST",
-            ":scheme": "https",
-            ":authority": "localhost",
-            ":path": path,
-            "authorization": f"Bearer {TOKEN}",
-            "content-type": MEDIA_TYPE,
-        }
-        told |= {name.replace("_", "-"): value for name, value in headers.items()}
-        http_id = self.h2.get_next_available_stream_id()
-        self.h2.send_headers(http_id, [(name, value) for name, value in told.items() if value])
-        self.flush()
-        return http_id
-
-    def send(self, http_id: int, data: bytes, *, end: bool = False) -> None:
-        self.h2.send_data(http_id, data, end_stream=end)
-        self.flush()
-
-    async def status(self, http_id: int) -> int:
-        await until(lambda: http_id in self.answers)
-        return int(self.answers[http_id][":status"])
-
-    async def session(self, hello: Hello = HELLO) -> Welcome:
-        """Have a session."""
-        self.session_http_id = self.request()
-        self.send(self.session_http_id, encode(hello))
-        await until(lambda: bool(self.frames))
-        welcome = self.frames[0]
-        assert isinstance(welcome, Welcome), welcome
-        return welcome
-
-    async def frame(self, kind: type) -> Frame | UnknownFrame:
-        await until(lambda: any(isinstance(each, kind) for each in self.frames))
-        return next(each for each in self.frames if isinstance(each, kind))
-
-    async def close(self) -> None:
-        self.writer.transport.abort()
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-
-
-@asynccontextmanager
-async def client(rig: RouterRig, *, alpn: tuple[str, ...] = ("h2",)) -> AsyncIterator[RawClient]:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    authority().configure_trust(context)
-    context.set_alpn_protocols(list(alpn))
-    reader, writer = await asyncio.open_connection("127.0.0.1", rig.bus.port, ssl=context, server_hostname="localhost")
-    made = RawClient(reader, writer)
-    try:
-        yield made
-    finally:
-        await made.close()
-
-
+@pytest.mark.case("ER2")
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
@@ -182,6 +58,7 @@ def test_each_refusal_has_its_status(headers: dict[str, str], status: int) -> No
     run()
 
 
+@pytest.mark.case("ER2")
 @in_flowing_time
 async def test_a_stream_is_claimed_once_and_only_by_its_own_session() -> None:
     async with routing() as rig, client(rig) as raw:
@@ -223,6 +100,7 @@ class Silent:
         self.said.append(str(end.ending))  # type: ignore[attr-defined]
 
 
+@pytest.mark.case("ER1")
 @in_flowing_time
 async def test_without_http2_nothing_is_served() -> None:
     async with routing() as rig, client(rig, alpn=("http/1.1",)) as raw:
@@ -230,6 +108,7 @@ async def test_without_http2_nothing_is_served() -> None:
         assert rig.bus.counts.connections == 0
 
 
+@pytest.mark.case("ER55")
 @in_flowing_time
 async def test_a_client_that_guesses_tokens_is_not_served_for_long() -> None:
     async with routing() as rig, client(rig) as raw:
@@ -241,6 +120,7 @@ async def test_a_client_that_guesses_tokens_is_not_served_for_long() -> None:
         assert rig.bus.counts.answers["401"] == 16
 
 
+@pytest.mark.case("ER57")
 @in_flowing_time
 async def test_a_connection_on_which_nothing_happens_is_closed() -> None:
     async with routing() as rig, client(rig) as raw:
@@ -250,6 +130,7 @@ async def test_a_connection_on_which_nothing_happens_is_closed() -> None:
         await until(lambda: not rig.bus._connections)
 
 
+@pytest.mark.case("ER53")
 @pytest.mark.parametrize(
     ("data", "code"),
     [
@@ -276,6 +157,7 @@ def test_frames_that_are_none_end_the_session_and_the_client_is_told(data: bytes
     run()
 
 
+@pytest.mark.case("ER57")
 @in_flowing_time
 async def test_a_hello_that_does_not_come_ends_it_after_ten_seconds() -> None:
     async with routing() as rig, client(rig) as raw:
@@ -287,6 +169,7 @@ async def test_a_hello_that_does_not_come_ends_it_after_ten_seconds() -> None:
         assert error.code == "idle_timeout"
 
 
+@pytest.mark.case("ER1")
 @in_flowing_time
 async def test_a_role_that_there_is_none_of_is_refused_and_a_listener_is_welcomed() -> None:
     async with routing() as rig:
@@ -303,6 +186,7 @@ async def test_a_role_that_there_is_none_of_is_refused_and_a_listener_is_welcome
             assert error.code == "invalid_hello"
 
 
+@pytest.mark.case("ER58")
 @in_flowing_time
 async def test_more_clients_than_may_be_are_told_to_come_later() -> None:
     async with routing(max_sessions=1) as rig, client(rig) as first, client(rig) as second:
@@ -314,6 +198,7 @@ async def test_more_clients_than_may_be_are_told_to_come_later() -> None:
         assert (error.code, error.retry_after_ms) == ("overloaded", 5_000)
 
 
+@pytest.mark.case("ER56")
 @in_flowing_time
 async def test_streams_that_are_reset_as_fast_as_they_are_opened_leave_nothing() -> None:
     async with routing() as rig, client(rig) as raw:
@@ -328,8 +213,10 @@ async def test_streams_that_are_reset_as_fast_as_they_are_opened_leave_nothing()
         assert rig.bus.by_client
 
 
+@pytest.mark.case("ER21")
 @in_flowing_time
 async def test_a_token_is_in_no_status() -> None:
     async with routing() as rig, client(rig) as raw:
         await raw.session()
-        assert TOKEN not in json.dumps(RouterHealth(rig.bus).status(), default=str)
+        discovery = Discovery((), {}, rig.bus, clock=SystemAsyncClock(), random=Random(1))
+        assert TOKEN not in json.dumps(RouterHealth(rig.bus, discovery).status(), default=str)

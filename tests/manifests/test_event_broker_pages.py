@@ -15,6 +15,7 @@ from kura_shaper.broker import settings as broker_settings
 from kura_shaper.broker.counts import DialOutcome
 from kura_shaper.broker.metadata import Skip
 from kura_shaper.broker.protocol.codes import UNKNOWN, RefusalCode
+from kura_shaper.broker.router import settings as router_settings
 from kura_shaper.broker.settings import load_settings
 from kura_shaper.cli.main import app
 
@@ -43,6 +44,15 @@ def test_one_example_has_every_key_and_the_defaults_that_it_says() -> None:
         *("reconnect_most_ms", "drain_deadline_ms", "metrics_listen", "log_level", "log_format"),
     ):
         assert getattr(every, name) == getattr(least, name), name
+
+
+def test_the_routers_settings_are_taken_as_they_are_shown(tmp_path: Path) -> None:
+    shown = re.search(r"^## What the router reads\n.*?```yaml\n(.*?)```", README, re.MULTILINE | re.DOTALL)
+    assert shown
+    (tmp_path / "router.yaml").write_text(shown[1])
+    (discover,) = router_settings.load_settings(tmp_path / "router.yaml").discover
+    assert discover.kubeconfig is not None
+    assert discover.topics == ("kv-events", "kv_metrics")
 
 
 def test_whoever_installs_is_told_what_comes_next() -> None:

@@ -8,27 +8,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kura_shaper.bench.answer import Answer, Evidence, OtherShape, answer, caveats, evidence_of, words
 from kura_shaper.bench.cases import bench_settings, cases, many_senders
 from kura_shaper.bench.html import to_html
 from kura_shaper.bench.load import Packets
 from kura_shaper.bench.meter import CpuReading, read_cpu
-from kura_shaper.bench.report import (
-    HEADINGS,
-    Answer,
-    Evidence,
-    Machine,
-    MadeOf,
-    OtherShape,
-    Point,
-    Report,
-    answer,
-    caveats,
-    evidence_of,
-    table,
-    to_json,
-    windows_of,
-    words,
-)
+from kura_shaper.bench.points import Machine, MadeOf, Point, Report, windows_of
+from kura_shaper.bench.report import HEADINGS, table, to_json
 from kura_shaper.errors import UsageError
 from kura_shaper.units import Rate
 

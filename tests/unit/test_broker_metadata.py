@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -53,6 +54,25 @@ def scoped(scope: Any, endpoint: str = "tcp://10.244.1.7:1") -> dict[str, Any]:
 )
 def test_a_channel_with_a_scope_as_newer_workers_write_it(scope: Any) -> None:
     assert read({"k": scoped(scope)}) == ([("tcp://10.244.1.7:1", "team-a")], {})
+
+
+@pytest.mark.parametrize(
+    ("topic", "found"),
+    [("kv-events", "kv-events"), ("x" * 254, ""), (7, ""), (None, ""), (["kv-events"], "")],
+)
+def test_a_topic_is_known_where_it_can_be_read_and_advertises_nothing_more_or_less(topic: Any, found: str) -> None:
+    read_page = page(resource({"k": channel("tcp://10.244.1.7:1", topic=topic), "bad": 7, "n": channel("tcp://a:2")}))
+    (made,) = read_page.resources
+    assert made.publishers == (("tcp://10.244.1.7:1", "dynamo"), ("tcp://a:2", "dynamo"))
+    assert made.topics == (found, "kv-events")
+
+
+def test_a_dynamo_namespace_that_no_settings_may_have_is_not_kept() -> None:
+    channels = {
+        "a": channel("tcp://10.0.0.1:1", namespace="n" * 254),
+        "b": channel("tcp://10.0.0.1:2", namespace="n" * 253),
+    }
+    assert read(channels) == ([("tcp://10.0.0.1:2", "n" * 253)], {"malformed_entry": 1})
 
 
 @pytest.mark.case("ED4")
@@ -291,3 +311,16 @@ def test_no_channels_that_anybody_may_write_fail_a_page(channels: Any, key: str)
     good = resource({"a": channel("tcp://10.0.0.1:1")}, name="good")
     found = page(resource(channels), resource({key: channels}), resource({key: channel(channels)}), good)
     assert found.resources[-1].publishers == (("tcp://10.0.0.1:1", "dynamo"),)
+
+
+@settings(max_examples=40, deadline=None)
+@given(channels=st.dictionaries(st.text(max_size=4), JSON, max_size=3), key=st.text(max_size=4))
+def test_a_resource_is_read_alike_whatever_stands_beside_it(channels: Any, key: str) -> None:
+    several = channels | {key: channel("tcp://10.0.0.1:1"), "z": channel("tcp://10.0.0.1")}
+    # What is malformed keeps a page from being read at once: each of its resources is read by itself.
+    alone, beside = page(resource(several)), page(resource(several), resource(7, name="malformed"))
+    assert alone.resources == beside.resources[:1]
+    assert beside.skipped == alone.skipped + Counter([Skip.MALFORMED_RESOURCE])
+    assert (
+        parse_event(json.dumps({"type": "ADDED", "object": resource(several)}).encode()).resource == alone.resources[0]
+    )

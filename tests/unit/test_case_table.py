@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from kura_shaper.broker.router.faults import Fault
+
 TESTS = Path(__file__).parents[1]
 TABLE = TESTS / "README.md"
 DEMANDED = [
@@ -19,9 +21,11 @@ DEMANDED = [
     *(f"EB{number}" for number in range(1, 53) if number != 29),
     *(f"EP{number}" for number in range(1, 27) if number not in (11, 13, 17, 21)),
     *(f"ED{number}" for number in range(1, 22) if number not in (17, 20)),
+    *(f"ER{number}" for number in range(1, 70)),
 ]
-# B, P and D below E are the broker's: what it does, faults of other tunnels, shapes of metadata.
-_ROW = re.compile(r"\| ([A-G]\d+|E[BPD]\d+) \| [^|]+ \| (.+) \|")
+# B, P, D and R below E are the broker's: what it does, faults of other tunnels, shapes of metadata, the router.
+_ROW = re.compile(r"\| ([A-G]\d+|E[BPDR]\d+) \| [^|]+ \| (.+) \|")
+_TITLE = re.compile(r"\| (\w+) \| ([^|]+) \|")
 _TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
 # The marks of a test stand right above it, among its other decorators.
 _MARKED = re.compile(r"((?:^@.*\n(?:[ )\]].*\n)*)+)^(?:async )?def (test_\w+)\(", re.MULTILINE)
@@ -56,6 +60,11 @@ def test_a_demanded_fault_has_a_test_that_says_so_and_a_row(case: str) -> None:
 def test_the_table_names_exactly_the_tests_that_are_marked() -> None:
     named = {case: {f"{path}::{name}" for path, name in _TEST.findall(says)} for case, says in rows().items()}
     assert {case: tests for case, tests in named.items() if tests} == marked()
+
+
+def test_each_fault_that_the_router_can_be_told_has_a_row() -> None:
+    titles = " ".join(title for case, title in _TITLE.findall(TABLE.read_text()) if case.startswith("ER"))
+    assert not [fault for fault in Fault if not re.search(rf"fault (?:[\w-]+, )?{fault}\b[:,]", titles)]
 
 
 def test_no_mark_is_lost_on_what_is_no_test() -> None:

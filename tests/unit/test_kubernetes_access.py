@@ -8,7 +8,7 @@ import os
 import ssl
 import subprocess
 import sys
-from contextlib import asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from typing import TYPE_CHECKING
 
 import pytest
@@ -96,6 +96,17 @@ async def test_a_hung_connection_is_given_up_on(tmp_path: Path) -> None:
             async with api.get(INSTANCES, {}, idle_s=0.05):
                 pass
         release.set()
+
+
+@in_a_loop
+async def test_however_many_watches_are_open_a_list_is_answered(tmp_path: Path) -> None:
+    fake = FakeApi()
+    query = {"watch": "1", "resourceVersion": "1"}
+    async with served(fake) as server, reached(tmp_path, server) as api, AsyncExitStack() as watches:
+        for _ in range(64):
+            await watches.enter_async_context(api.get(INSTANCES, query, idle_s=60))
+        assert (await read(api))[0] == 200
+        fake.end_watches()
 
 
 @in_a_loop

@@ -35,14 +35,17 @@ def fault_of(parts: list[bytes]) -> EventFault:
     return raised.value.fault
 
 
+@pytest.mark.case("ER15")
 def test_an_event_is_read_as_a_worker_writes_it() -> None:
     assert decode_event(message()) == EVENT
 
 
+@pytest.mark.case("ER15")
 def test_what_is_written_is_read_back() -> None:
     assert decode_event(encode_event(EVENT)) == EVENT
 
 
+@pytest.mark.case("ER44")
 @pytest.mark.parametrize(
     ("parts", "fault"),
     [
@@ -68,12 +71,14 @@ def test_a_message_that_is_no_event_is_told_apart(parts: list[bytes], fault: Eve
     assert fault_of(parts) is fault
 
 
+@pytest.mark.case("ER44")
 @given(st.lists(st.binary(max_size=64), max_size=6))
 def test_any_message_is_an_event_or_none(parts: list[bytes]) -> None:
     with pytest.raises(EventError):
         decode_event(parts)
 
 
+@pytest.mark.case("ER15")
 def test_a_payload_is_shown_as_what_it_says_or_as_its_bytes() -> None:
     def shown(payload: bytes) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(msgspec.json.encode(shown_payload(payload)))
@@ -89,6 +94,7 @@ def test_a_payload_is_shown_as_what_it_says_or_as_its_bytes() -> None:
 # Numbers.
 
 
+@pytest.mark.case("ER39")
 def test_a_number_that_jumps_says_how_many_are_missing() -> None:
     made = Sequences()
     found = [made.note(1, "t", number, overlaps=False) for number in (5, 6, 9, 10)]
@@ -96,6 +102,7 @@ def test_a_number_that_jumps_says_how_many_are_missing() -> None:
     assert made.known[1, "t"].missed == 2
 
 
+@pytest.mark.case("ER45")
 def test_each_publisher_and_topic_is_counted_for_itself() -> None:
     made = Sequences()
     assert {made.note(publisher, topic, 3, overlaps=False)[0] for publisher in (1, 2) for topic in "ab"} == {
@@ -103,6 +110,7 @@ def test_each_publisher_and_topic_is_counted_for_itself() -> None:
     }
 
 
+@pytest.mark.case("ER40")
 def test_a_lower_number_is_a_repetition_while_two_streams_overlap_and_a_new_beginning_else() -> None:
     made = Sequences()
     made.note(1, "t", 10, overlaps=False)
@@ -114,6 +122,63 @@ def test_a_lower_number_is_a_repetition_while_two_streams_overlap_and_a_new_begi
     assert made.known[1, "t"].restarts == 1
 
 
+def told(*numbers: int, overlaps: bool = False) -> list[Arrival]:
+    made = Sequences()
+    return [made.note(1, "t", number, overlaps=overlaps)[0] for number in numbers]
+
+
+@pytest.mark.case("ER41")
+def test_a_number_that_was_missing_and_comes_late_is_no_new_beginning() -> None:
+    made = Sequences()
+    for number in (0, 5):
+        made.note(1, "t", number, overlaps=False)
+    assert [made.note(1, "t", number, overlaps=False)[0] for number in (3, 1, 6)] == [
+        *(Arrival.LATE, Arrival.LATE, Arrival.NEXT)
+    ]
+    # What came late once is there, so that it is none of those that are missing any more.
+    assert made.note(1, "t", 3, overlaps=True)[0] is Arrival.DUPLICATE
+    assert made.note(1, "t", 4, overlaps=True)[0] is Arrival.LATE
+    known = made.known[1, "t"]
+    assert (known.missed, known.late, known.gaps, known.duplicates, known.restarts) == (4, 3, 1, 1, 0)
+
+
+@pytest.mark.case("ER42")
+def test_a_publisher_that_began_anew_has_no_numbers_missing_of_before() -> None:
+    assert told(10, 15, 0, 1, 12, 13) == [
+        *(Arrival.FIRST, Arrival.AFTER_A_GAP, Arrival.RESTARTED, Arrival.NEXT, Arrival.AFTER_A_GAP, Arrival.NEXT)
+    ]
+    # Of gaps without end the last few are known.
+    assert told(*range(0, 100, 2), 1, 0)[-2:] == [Arrival.RESTARTED, Arrival.RESTARTED]
+    assert told(*range(0, 100, 2), 97)[-1] is Arrival.LATE
+
+
+@pytest.mark.case("ER43")
+def test_after_the_last_of_all_numbers_comes_0() -> None:
+    last = 2**64 - 1
+    assert told(last - 1, last, 0, 1) == [Arrival.FIRST, Arrival.NEXT, Arrival.NEXT, Arrival.NEXT]
+    assert told(last, 0, last, overlaps=True)[-1] is Arrival.DUPLICATE
+    made = Sequences()
+    made.note(1, "t", last - 1, overlaps=False)
+    assert made.note(1, "t", 2, overlaps=False) == (Arrival.AFTER_A_GAP, 3)
+    assert [made.note(1, "t", number, overlaps=False)[0] for number in (0, last, 1, 3)] == [
+        *(Arrival.LATE, Arrival.LATE, Arrival.LATE, Arrival.NEXT)
+    ]
+    # Far from its end a lower number is a publisher that began anew.
+    assert told(2**63, 0) == [Arrival.FIRST, Arrival.RESTARTED]
+
+
+@pytest.mark.case("ER41")
+@given(st.lists(st.integers(0, 2**64 - 1), max_size=60), st.booleans())
+def test_any_numbers_are_told_and_never_missed_below_none(numbers: list[int], overlaps: bool) -> None:
+    made = Sequences()
+    for number in numbers:
+        assert made.note(1, "t", number, overlaps=overlaps)[1] >= 0
+    for known in made.known.values():
+        assert 0 <= known.late <= known.missed
+        assert known.received + known.duplicates == len(numbers)
+
+
+@pytest.mark.case("ER45")
 def test_of_publishers_without_end_the_longest_unheard_is_forgotten() -> None:
     made = Sequences(most=100)
     for publisher in range(10_000):
@@ -128,11 +193,12 @@ def test_of_publishers_without_end_the_longest_unheard_is_forgotten() -> None:
 def written(event: Event, *, as_json: bool) -> bytes:
     stream = io.BytesIO()
     output = LineOutput(stream, as_json=as_json)
-    assert output.put(event, endpoint="tcp://10.0.0.1:5", missed=3)
+    assert output.put(event, endpoint="tcp://10.0.0.1:5", arrival=Arrival.AFTER_A_GAP, missed=3)
     output.close()
     return stream.getvalue()
 
 
+@pytest.mark.case("ER16")
 def test_an_event_is_one_object_in_one_line() -> None:
     line = written(EVENT, as_json=True)
     assert line.endswith(b"}\n")
@@ -142,6 +208,7 @@ def test_an_event_is_one_object_in_one_line() -> None:
         "publisher_id": 2**64 - 1,
         "sequence": 7,
         "published_at_ms": 1_700_000_000_123,
+        "arrival": "after a gap",
         "missed_before": 3,
         "payload": {"k": 1},
     }
@@ -168,12 +235,13 @@ class Stuck(io.BytesIO):
         super().writelines(lines)
 
 
+@pytest.mark.case("ER18")
 def test_a_reader_that_reads_nothing_costs_events_beyond_a_bound_and_no_waiting() -> None:
     stream = Stuck()
     output = LineOutput(stream, as_json=True)
-    output.put(EVENT, endpoint="e", missed=0)
+    output.put(EVENT, endpoint="e", arrival=Arrival.NEXT, missed=0)
     stream.is_stuck.wait(10)
-    taken = sum(output.put(EVENT, endpoint="e", missed=0) for _ in range(WAITING_MAX + 100))
+    taken = sum(output.put(EVENT, endpoint="e", arrival=Arrival.NEXT, missed=0) for _ in range(WAITING_MAX + 100))
     assert taken == WAITING_MAX
     stream.goes_on.set()
     output.close()
@@ -187,9 +255,10 @@ class Gone(io.BytesIO):
         raise BrokenPipeError
 
 
+@pytest.mark.case("ER18")
 def test_a_reader_that_left_is_no_error() -> None:
     output = LineOutput(Gone(), as_json=True)
-    output.put(EVENT, endpoint="e", missed=0)
+    output.put(EVENT, endpoint="e", arrival=Arrival.NEXT, missed=0)
     output.close()
     assert output.is_broken
-    assert not output.put(EVENT, endpoint="e", missed=0)
+    assert not output.put(EVENT, endpoint="e", arrival=Arrival.NEXT, missed=0)

@@ -13,7 +13,8 @@ from kura_shaper.broker.entries import SettingsError
 from kura_shaper.broker.router.counts import RouterCounts
 from kura_shaper.broker.router.credentials import ServerCredentials
 from kura_shaper.broker.router.faults import Fault, FaultStep
-from kura_shaper.broker.router.settings import Subscription, load_settings
+from kura_shaper.broker.router.program import problems_of
+from kura_shaper.broker.router.settings import Discover, Subscription, load_settings
 from kura_shaper.cli.main import app
 from kura_shaper.tenants.document import Endpoint
 
@@ -29,8 +30,12 @@ path_prefix: /gpu/
 subscriptions:
   - {{endpoint: "tcp://10.244.1.7:41235", dynamo_namespace: dynamo, topics: [kv_metrics, kv-events]}}
   - {{endpoint: "tcp://[FD00::7]:5557", dynamo_namespace: dynamo, topics: [""], expose: 127.0.0.1:5557}}
+discover:
+  - {{namespace: gpu, dynamo_namespaces: [dynamo], topics: [kv-events, kv_metrics], kubeconfig: {0}/kubeconfig}}
+  - {{namespace: canary, dynamo_namespaces: [dynamo], topics: [""]}}
 max_streams: 32
 stream_window: 1MiB
+serve: 9466
 heartbeat_interval: 5s
 idle_timeout: 15s
 faults:
@@ -44,6 +49,7 @@ def place(tmp_path: Path) -> Path:
     (tmp_path / "tls.crt").write_bytes(b"".join(pem.bytes() for pem in issued.cert_chain_pems))
     (tmp_path / "tls.key").write_bytes(issued.private_key_pem.bytes())
     (tmp_path / "tokens").write_text("old-secret\n\nnew-secret\n")
+    (tmp_path / "kubeconfig").write_text("{clusters: [{}], contexts: [{}], users: [{}]}")
     (tmp_path / "c.yaml").write_text(WHOLE.format(tmp_path))
     return tmp_path
 
@@ -63,10 +69,16 @@ def test_everything_is_read(place: Path) -> None:
         Subscription("tcp://10.244.1.7:41235", "dynamo", ("kv_metrics", "kv-events")),
         Subscription("tcp://[fd00::7]:5557", "dynamo", ("",), Endpoint("127.0.0.1", 5557)),
     )
+    assert found.discover == (
+        Discover("gpu", ("dynamo",), ("kv-events", "kv_metrics"), place / "kubeconfig"),
+        Discover("canary", ("dynamo",), ("",)),
+    )
     assert found.stream_window_bytes == 1 << 20
+    assert found.serve == Endpoint("127.0.0.1", 9466)
     assert found.faults == (FaultStep(500, Fault.GOAWAY),)
 
 
+@pytest.mark.case("ER20")
 def test_everything_that_is_wrong_is_said_at_once_with_its_place(place: Path) -> None:
     found = problems(
         place,
@@ -93,6 +105,57 @@ def test_a_subscription_that_nobody_reads_and_a_port_that_two_want_are_refused(p
     assert "expose one address twice" in twice
 
 
+@pytest.mark.parametrize(
+    ("entry", "where"),
+    [
+        ("{namespace: GPU, dynamo_namespaces: [d], topics: [t]}", "discover[0].namespace"),
+        ("{namespace: gpu, dynamo_namespaces: [], topics: [t]}", "discover[0].dynamo_namespaces"),
+        ("{namespace: gpu, dynamo_namespaces: [d, d], topics: [t]}", "discover[0].dynamo_namespaces[1]"),
+        ("{namespace: gpu, dynamo_namespaces: [d], topics: []}", "discover[0].topics"),
+        ("{namespace: gpu, dynamo_namespaces: [d]}", "discover[0]"),
+        ("{namespace: gpu, dynamo_namespaces: [d], topics: [t], selector: x}", "discover[0].selector"),
+        ('{namespace: gpu, dynamo_namespaces: [d], topics: [t], kubeconfig: ""}', "discover[0].kubeconfig"),
+    ],
+)
+def test_what_is_wrong_with_a_discovery_is_said_with_its_place(place: Path, entry: str, where: str) -> None:
+    whole = WHOLE.format(place).partition("discover:")[0]
+    (line,) = problems(place, f"{whole}discover:\n  - {entry}\n")
+    assert line.split(": ")[1] == where
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "could not be read"),
+        (b"{a: [", "is no YAML"),
+        (b"\xff", "is no YAML"),
+        (b"- a", "names no clusters"),
+        (b"clusters: []", "names no clusters"),
+        (b"#" * (1 << 20) + b"#", "is larger than"),
+    ],
+)
+def test_a_kubeconfig_that_is_none_is_told_with_its_place(place: Path, content: bytes | None, words: str) -> None:
+    settings = load_settings(place / "c.yaml")
+    assert problems_of(settings, ServerCredentials(settings)) == ()
+    (place / "kubeconfig").unlink()
+    if content is not None:
+        (place / "kubeconfig").write_bytes(content)
+    (line,) = problems_of(settings, ServerCredentials(settings))
+    assert line.startswith("discover[0].kubeconfig: ")
+    assert words in line
+
+
+@pytest.mark.case("ER17")
+def test_events_are_served_where_it_is_said_and_a_port_alone_is_the_loopbacks(place: Path) -> None:
+    text = WHOLE.format(place)
+    (place / "c.yaml").write_text(text.replace("serve: 9466", 'serve: "[::]:9466"'))
+    assert load_settings(place / "c.yaml").serve == Endpoint("::", 9466)
+    for wrong in ("localhost:9466", "70000", "127.0.0.1", "-1", "224.0.0.1:9466"):
+        (told,) = problems(place, text.replace("serve: 9466", f"serve: {wrong}"))
+        assert "serve: " in told
+
+
+@pytest.mark.case("ER1")
 def test_any_of_the_tokens_is_let_in_and_nothing_else(place: Path) -> None:
     made = ServerCredentials(load_settings(place / "c.yaml"))
     made.load()
@@ -104,6 +167,7 @@ def test_any_of_the_tokens_is_let_in_and_nothing_else(place: Path) -> None:
     ]
 
 
+@pytest.mark.case("ER13")
 def test_tokens_and_certificate_are_replaced_while_it_runs_and_bad_ones_are_not_taken(place: Path) -> None:
     made, counts = ServerCredentials(load_settings(place / "c.yaml")), RouterCounts()
     made.load()
@@ -126,6 +190,7 @@ def test_tokens_and_certificate_are_replaced_while_it_runs_and_bad_ones_are_not_
     assert counts.credential_reloads == {"ok": 1, "failed": 2}
 
 
+@pytest.mark.case("ER20")
 @pytest.mark.parametrize("content", [b"", b"\n \n", b"a b\n", b"tok\x00en", b"a\n" * 65, b"x" * (64 * 16 * 1024 + 1)])
 def test_a_token_file_that_can_not_be_used_is_refused_and_not_repeated(place: Path, content: bytes) -> None:
     (place / "tokens").write_bytes(content)
@@ -135,12 +200,14 @@ def test_a_token_file_that_can_not_be_used_is_refused_and_not_repeated(place: Pa
     assert "tok" not in str(raised.value).replace("token", "")
 
 
+@pytest.mark.case("ER20")
 def test_a_key_of_another_certificate_is_refused(place: Path) -> None:
     (place / "tls.key").write_bytes(trustme.CA().issue_cert("x").private_key_pem.bytes())
     with pytest.raises(CredentialError):
         ServerCredentials(load_settings(place / "c.yaml")).load()
 
 
+@pytest.mark.case("ER20")
 def test_check_config_says_fine_or_what_is_wrong(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = ["event-bus", "--config", str(place / "c.yaml"), "--check-config"]
     app(line, standalone_mode=False)

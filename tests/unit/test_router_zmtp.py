@@ -54,6 +54,7 @@ def test_the_greeting_is_said_at_once_and_is_64_bytes_of_version_3_1() -> None:
     assert said == b"\xff" + bytes(7) + b"\x01\x7f\x03\x01" + NULL + bytes(32)
 
 
+@pytest.mark.case("ER14")
 def test_a_peer_of_3_1_is_subscribed_to_by_a_command() -> None:
     made = subscriber(b"a", b"")
     made.data_to_send()
@@ -63,6 +64,7 @@ def test_a_peer_of_3_1_is_subscribed_to_by_a_command() -> None:
     assert said.startswith(command(b"READY", b"\x0bSocket-Type\0\0\0\x03SUB\x08Identity\0\0\0\0"))
 
 
+@pytest.mark.case("ER14")
 def test_a_peer_of_3_0_is_subscribed_to_by_a_message() -> None:
     made = subscriber(b"a")
     made.receive(greeting(0) + ready(b"XPUB"))
@@ -70,6 +72,7 @@ def test_a_peer_of_3_0_is_subscribed_to_by_a_message() -> None:
     assert not made.ping()
 
 
+@pytest.mark.case("ER14")
 def test_a_later_major_version_is_spoken_to_as_3_1() -> None:
     assert subscriber().receive(greeting(0, major=4) + ready()) == [Subscribed(1)]
 
@@ -81,6 +84,7 @@ def test_parts_become_messages() -> None:
     assert made.kept_bytes == 0
 
 
+@pytest.mark.case("ER14")
 @given(st.lists(st.lists(st.binary(max_size=300), min_size=1, max_size=3), max_size=5), st.data())
 def test_messages_are_the_same_wherever_they_are_cut(messages: list[list[bytes]], data: st.DataObject) -> None:
     parts = [part(body, more=at < len(each) - 1) for each in messages for at, body in enumerate(each)]
@@ -91,6 +95,7 @@ def test_messages_are_the_same_wherever_they_are_cut(messages: list[list[bytes]]
     assert found == [Subscribed(1), *(Message(tuple(each)) for each in messages)]
 
 
+@pytest.mark.case("ER49")
 @given(st.binary(max_size=400), st.sampled_from([b"", greeting(), greeting() + ready()]))
 def test_any_bytes_are_messages_or_end_it_and_nothing_grows(data: bytes, before: bytes) -> None:
     made = ZmtpSubscriber([b"kv"], max_message_bytes=50)
@@ -102,6 +107,8 @@ def test_any_bytes_are_messages_or_end_it_and_nothing_grows(data: bytes, before:
     assert made.kept_bytes <= 8 * 1024 + 9 + 50
 
 
+@pytest.mark.case("ER47")
+@pytest.mark.case("ER46")
 @pytest.mark.parametrize(
     ("data", "fault"),
     [
@@ -123,6 +130,7 @@ def test_a_handshake_that_is_none_ends_it(data: bytes, fault: ZmtpFault) -> None
     assert fault_of(subscriber(), data) is fault
 
 
+@pytest.mark.case("ER48")
 @pytest.mark.parametrize(
     ("data", "fault"),
     [
@@ -143,10 +151,12 @@ def test_traffic_that_is_none_ends_it(data: bytes, fault: ZmtpFault) -> None:
     assert fault_of(in_traffic(), data) is fault
 
 
+@pytest.mark.case("ER50")
 def test_a_message_as_large_as_may_be_is_taken() -> None:
     assert in_traffic().receive(part(bytes(MOST))) == [Message((bytes(MOST),))]
 
 
+@pytest.mark.case("ER50")
 def test_a_frame_is_refused_by_its_head_before_its_body_is_kept() -> None:
     made = in_traffic()
     assert fault_of(made, b"\x02" + (MOST + 1).to_bytes(8, "big")) is ZmtpFault.TOO_LARGE
@@ -158,6 +168,7 @@ def test_a_ping_is_answered_with_what_it_wants_to_see_again() -> None:
     assert made.data_to_send() == command(b"PONG", b"context")
 
 
+@pytest.mark.case("ER48")
 def test_a_peer_that_asks_and_is_not_answered_in_time_is_let_go() -> None:
     made = in_traffic()
     assert fault_of(made, command(b"PING", bytes(18)) * 5_000) is ZmtpFault.FLOOD
@@ -170,6 +181,7 @@ def test_a_ping_of_ours_is_answered() -> None:
     assert made.receive(command(b"PONG")) == [Ponged()]
 
 
+@pytest.mark.case("ER48")
 def test_a_command_of_a_later_version_is_ignored() -> None:
     assert in_traffic().receive(command(b"LATER", b"x" * 300)) == []
 

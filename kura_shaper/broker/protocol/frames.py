@@ -6,7 +6,7 @@
 | welcome, subscribe, unsubscribe, drain | the router |
 | heartbeat, error | both |
 
-`announce` and `withdraw` are reserved for the role kv_listener and not defined here.
+`announce` and `withdraw` are reserved for the role kv_listener, and what they say is not defined here.
 """
 
 from __future__ import annotations
@@ -100,6 +100,19 @@ class ZmqEndpoint:
     endpoint: str
     dynamo_namespace: str
 
+    def __str__(self) -> str:
+        return self.endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class AnnouncedSource:
+    """A source that a kv_listener announced, as a router asks for it. A broker reads it as an OtherTarget."""
+
+    source: str
+
+    def __str__(self) -> str:
+        return f"source:{self.source}"
+
 
 @dataclass(frozen=True, slots=True)
 class OtherTarget:
@@ -108,7 +121,7 @@ class OtherTarget:
     kind: str
 
 
-Target = ZmqEndpoint | OtherTarget
+Target = ZmqEndpoint | AnnouncedSource | OtherTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,8 +339,11 @@ def object_of(frame: Frame) -> Json:
     return made
 
 
+_KINDS = {ZmqEndpoint: ZMQ_ENDPOINT, AnnouncedSource: ANNOUNCED_SOURCE}
+
+
 def _object(value: Any) -> Json:
-    made: Json = {"kind": ZMQ_ENDPOINT} if isinstance(value, ZmqEndpoint) else {}
+    made: Json = {"kind": _KINDS[type(value)]} if type(value) in _KINDS else {}
     for each in fields(value):
         inner = getattr(value, each.name)
         if inner is not None:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from kura_shaper.broker.protocol.codes import UNKNOWN, CloseCode, RefusalCode, SessionCode
 from kura_shaper.broker.router.dynamo import EventFault
+from kura_shaper.broker.router.rebalance import Rebalanced
 from kura_shaper.broker.router.sequences import Arrival
+from kura_shaper.broker.router.serving import CutOff
 from kura_shaper.broker.router.zmtp import ZmtpFault
 
 if TYPE_CHECKING:
@@ -65,5 +67,9 @@ class RouterCounts:
     bad_events: dict[str, int] = field(default_factory=lambda: _zeros(EventFault))
     bad_publishers: dict[str, int] = field(default_factory=lambda: _zeros(ZmtpFault))
     local_connections: int = 0
+    served_connections: int = 0
+    served_cut_off: dict[str, int] = field(default_factory=lambda: _zeros(CutOff))
     credential_reloads: dict[str, int] = field(default_factory=lambda: _zeros(["ok", "failed"]))
+    settings_reloads: dict[str, int] = field(default_factory=lambda: _zeros(["ok", "failed"]))
+    rebalanced: dict[str, int] = field(default_factory=lambda: _zeros(Rebalanced))
     loop_lag_s: float = 0.0

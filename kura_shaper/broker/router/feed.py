@@ -11,14 +11,15 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
-from kura_shaper.broker.protocol.frames import ZmqEndpoint
 from kura_shaper.broker.protocol.limits import MIB
 from kura_shaper.broker.router.counts import Dropped, RouterCounts, TunnelEnding
 from kura_shaper.broker.router.dynamo import Event, EventError, decode_event
+from kura_shaper.broker.router.feed_stream import FeedStream
 from kura_shaper.broker.router.sequences import Arrival, Sequences
-from kura_shaper.broker.router.zmtp import Message, Subscribed, ZmtpError, ZmtpFault, ZmtpSubscriber
+from kura_shaper.broker.router.session import SessionChooser
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from random import Random
 
     from kura_shaper.broker.protocol.buffer import Budget
@@ -26,26 +27,22 @@ if TYPE_CHECKING:
     from kura_shaper.broker.router.session import ClientSession
     from kura_shaper.broker.router.settings import Subscription
     from kura_shaper.broker.router.tunnel import TunnelEnd
+    from kura_shaper.broker.router.zmtp import ZmtpFault
 
-_HANDSHAKE_WITHIN_S, _PING_EVERY_S, _SILENT_FOR_S = 30.0, 30.0, 90.0
 _RETRY_LEAST_S, _RETRY_MOST_S, _LIVED_S = 0.25, 30.0, 10.0
 # How long two streams bring the same, and how long after that the first one's events may still be repeated.
 _OVERLAP_S, _REPEATS_FOR_S = 1.0, 10.0
 _HELD_BYTES_MAX, _EVENT_OVERHEAD_BYTES = 4 * MIB, 512
 
 
-class FeedOwner(Protocol):
-    """Who knows the sessions."""
+class FeedOwner(SessionChooser, Protocol):
+    """Who has the feeds."""
 
     counts: RouterCounts
     output: EventOutput
     random: Random
     max_message_bytes: int
     kept: Budget
-
-    def choose(self, dynamo_namespace: str, *, other_than: ClientSession | None = None) -> ClientSession | None:
-        """Return the session that a stream is best asked of, None when there is none."""
-        ...
 
 
 class Feed:
@@ -54,13 +51,15 @@ class Feed:
     def __init__(self, wanted: Subscription, owner: FeedOwner) -> None:
         self.wanted, self._owner, self._counts = wanted, owner, owner.counts
         self._loop = asyncio.get_running_loop()
-        self.target = ZmqEndpoint(wanted.endpoint, wanted.dynamo_namespace)
+        self.target = wanted.target
         self.topics = tuple(topic.encode() for topic in wanted.topics)
         self.sequences = Sequences()
         self.current: FeedStream | None = None
         self.next: FeedStream | None = None
         self.last_failure = ""
         self._failures = 0
+        # The sessions that did not have it: each is asked once before any is asked again.
+        self._refused: set[str] = set()
         self._retry: asyncio.TimerHandle | None = None
         self._held: deque[Event] = deque()
         self._held_bytes = 0
@@ -79,23 +78,43 @@ class Feed:
         return self.current is not None and self.current.is_subscribed
 
     def place(self) -> None:
-        """Have it read, if it is not and there is a broker for it."""
-        if self.current is not None or self._is_closed:
-            return
-        self._cancel_retry()
-        session = self._owner.choose(self.wanted.dynamo_namespace)
-        if session is not None:
-            self.current = FeedStream(self, session, self._owner)
+        """Have it read by a session that stays, if it is not and there is one."""
+        if self.current is None or self.current.session.protocol.is_draining:
+            self.move()
 
     def move(self) -> None:
         """Have it read over another session than now, if there is one; it goes on as it is until then."""
-        if self.current is None or self.next is not None or self._is_closed:
-            self.place()
+        if self._is_closed:
             return
-        session = self._owner.choose(self.wanted.dynamo_namespace, other_than=self.current.session)
-        if session is not None and session is not self.current.session:
+        if self.next is not None:
+            if not self.next.session.protocol.is_draining:
+                return
+            # Where it was bound for leaves as well.
+            self.next.close()
+            self._drop_next()
+        self._cancel_retry()
+        session = self._choose(() if self.current is None else (self.current.session.id,))
+        if session is None:
+            return
+        owner = self._owner
+        stream = FeedStream(self, session, kept=owner.kept, max_message_bytes=owner.max_message_bytes)
+        if self.current is None:
+            self.current = stream
+        else:
             self.current.session.moving += 1
-            self.next = FeedStream(self, session, self._owner)
+            self.next = stream
+
+    def _choose(self, other_than: tuple[str, ...]) -> ClientSession | None:
+        """Return a session that did not refuse it, or when all of them did, any."""
+        session = self._ask_for({*other_than, *self._refused})
+        if session is None:
+            self._refused.clear()
+            session = self._ask_for(other_than)
+        return session
+
+    def _ask_for(self, other_than: Collection[str]) -> ClientSession | None:
+        wanted = self.wanted
+        return self._owner.choose(wanted.dynamo_namespace, role=wanted.role, other_than=other_than)
 
     def close(self) -> None:
         """End it."""
@@ -104,13 +123,16 @@ class Feed:
         for stream in (self.current, self.next):
             if stream is not None:
                 stream.close()
-        self.current = self.next = None
+        if self.next is not None:
+            self._drop_next()
+        self.current = None
 
     # What its streams tell.
 
     def on_subscribed(self, stream: FeedStream) -> None:
         """A stream's handshake is over."""
         self.last_failure = ""
+        self._refused.clear()
         if stream is self.next:
             # The publisher takes a moment to heed a subscription.
             self._loop.call_later(_OVERLAP_S, self._change_over, stream)
@@ -133,19 +155,20 @@ class Feed:
         self._lost(stream, f"publisher: {fault}", lived_s=0.0)
 
     def on_over(self, stream: FeedStream, end: TunnelEnd, *, lived_s: float) -> None:
-        """A stream ended by itself."""
+        """A stream ended by itself. When it was with its session, the owner of all feeds places them anew."""
         words = f"{end.ending}: {end.code}" if end.code and end.code != end.ending else str(end.ending)
         self._lost(stream, words, lived_s=lived_s)
-        if end.ending is TunnelEnding.SESSION_LOST:
-            # Another broker may have it, and that at once.
-            self.place()
+        if end.ending in (TunnelEnding.REFUSED, TunnelEnding.EXPIRED):
+            self._refused.add(stream.session.id)
+            if self._ask_for(self._refused) is not None:
+                # Another broker may have it, and that at once.
+                self.place()
 
     def _lost(self, stream: FeedStream, why: str, *, lived_s: float) -> None:
         if stream is self.next:
-            if self.current is not None:
-                self.current.session.moving -= 1
-            self.next = None
-            self._drop_held()
+            self._drop_next()
+            if self.current is not None and self.current.session.protocol.is_draining:
+                self._plan_retry()
             return
         if stream is not self.current:
             return
@@ -156,10 +179,19 @@ class Feed:
         self.current = None
         if lived_s >= _LIVED_S:
             self._failures = 0
+        self._plan_retry()
+
+    def _plan_retry(self) -> None:
         most_s = min(_RETRY_MOST_S, _RETRY_LEAST_S * 2 ** min(self._failures + 1, 10))
         self._failures += 1
         self._cancel_retry()
         self._retry = self._loop.call_later(self._owner.random.uniform(most_s / 2, most_s), self.place)
+
+    def _drop_next(self) -> None:
+        if self.current is not None:
+            self.current.session.moving -= 1
+        self.next = None
+        self._drop_held()
 
     def _change_over(self, stream: FeedStream) -> None:
         """Go on with the next stream, with what it brought meanwhile."""
@@ -185,7 +217,7 @@ class Feed:
             return
         counts.events += 1
         counts.events_missed += missed
-        if not self._owner.output.put(event, endpoint=self.wanted.endpoint, missed=missed):
+        if not self._owner.output.put(event, endpoint=self.wanted.name, arrival=arrival, missed=missed):
             counts.dropped[Dropped.OUTPUT_FULL] += 1
 
     def _hold(self, event: Event, stream: FeedStream) -> None:
@@ -210,103 +242,3 @@ class Feed:
 
 
 _LABELS = {each: each.value.replace(" ", "_") for each in Arrival}
-
-
-class FeedStream:
-    """One tunnel of a feed, read as ZMTP."""
-
-    def __init__(self, feed: Feed, session: ClientSession, owner: FeedOwner) -> None:
-        self._feed, self.session = feed, session
-        self._kept, self._kept_bytes = owner.kept, 0
-        self._loop = asyncio.get_running_loop()
-        self._began_s = self._heard_s = self._loop.time()
-        self._zmtp = ZmtpSubscriber(feed.topics, max_message_bytes=owner.max_message_bytes)
-        self._timer: asyncio.TimerHandle | None = None
-        self._is_over = False
-        self.tunnel = session.subscribe(feed.target, self)
-
-    @property
-    def is_subscribed(self) -> bool:
-        """Whether the publisher knows what is wanted of it."""
-        return self._zmtp.is_subscribed
-
-    def close(self) -> None:
-        """End it; the feed is not told."""
-        self._let_go()
-        self.tunnel.close()
-
-    def on_open(self) -> None:
-        """See Consumer."""
-        self._say()
-        self._timer = self._loop.call_later(_HANDSHAKE_WITHIN_S, self._fail, ZmtpFault.HANDSHAKE)
-
-    def on_bytes(self, data: bytes, credit_bytes: int) -> None:
-        """See Consumer."""
-        self._heard_s = self._loop.time()
-        # What is read here is used at once: it is bounded by what one message may be.
-        self.tunnel.give_credit(credit_bytes)
-        try:
-            found = self._zmtp.receive(data)
-        except ZmtpError as error:
-            self._fail(error.fault)
-            return
-        for each in found:
-            if self._is_over:
-                return
-            if isinstance(each, Message):
-                self._feed.on_message(self, each.parts)
-            elif isinstance(each, Subscribed):
-                self._feed.on_subscribed(self)
-                self._plan_ping()
-        self._say()
-        self._note_kept()
-
-    def on_sent(self) -> None:
-        """See Consumer."""
-
-    def on_over(self, end: TunnelEnd) -> None:
-        """See Consumer."""
-        self._let_go()
-        self._feed.on_over(self, end, lived_s=self._loop.time() - self._began_s)
-
-    def _note_kept(self) -> None:
-        """Count what waits for the rest of a message, which all publishers together may only have so much of."""
-        if self._is_over:
-            return
-        more_bytes = self._zmtp.kept_bytes - self._kept_bytes
-        if not self._kept.take(more_bytes):
-            self._fail(ZmtpFault.FLOOD)
-            return
-        self._kept_bytes += more_bytes
-
-    def _let_go(self) -> None:
-        self._is_over = True
-        self._cancel_timer()
-        self._kept.give_back(self._kept_bytes)
-        self._kept_bytes = 0
-
-    def _say(self) -> None:
-        data = self._zmtp.data_to_send()
-        if data and not self.tunnel.send(data):
-            self._fail(ZmtpFault.FLOOD)
-
-    def _fail(self, fault: ZmtpFault) -> None:
-        self.close()
-        self._feed.on_fault(self, fault)
-
-    def _plan_ping(self) -> None:
-        self._cancel_timer()
-        self._timer = self._loop.call_later(_PING_EVERY_S, self._ping)
-
-    def _ping(self) -> None:
-        """Ask a publisher that says nothing whether it is there; one that does not say so is as good as gone."""
-        if self._loop.time() - self._heard_s > _SILENT_FOR_S:
-            self._fail(ZmtpFault.SILENT)
-        elif self._zmtp.ping():
-            self._say()
-            self._plan_ping()
-
-    def _cancel_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None

@@ -13,6 +13,7 @@ from kura_shaper import __version__
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kura_shaper.broker.router.discovery import Discovery
     from kura_shaper.broker.router.feed import Feed
     from kura_shaper.broker.router.service import EventBus
     from kura_shaper.broker.router.session import ClientSession
@@ -24,8 +25,8 @@ _SEQUENCES_SHOWN = 64
 class RouterHealth:
     """Asked from the threads of a web server."""
 
-    def __init__(self, bus: EventBus, *, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._bus, self._now_s = bus, now_s
+    def __init__(self, bus: EventBus, discovery: Discovery, *, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._bus, self._discovery, self._now_s = bus, discovery, now_s
 
     def why_dead(self) -> str:
         """See web.Health."""
@@ -46,10 +47,20 @@ class RouterHealth:
             "stopping": bus.is_stopping,
             "sessions": [_session(session) for session in tuple(bus.by_client.values())],
             "feeds": [_feed(feed) for feed in bus.feeds],
+            "discovery": {
+                "namespaces": len(bus.settings.discover),
+                "namespaces_synced": self._discovery.namespaces_synced,
+                "age_s": round(self._discovery.age_s, 3),
+                "publishers": self._discovery.publishers,
+                "not_read": bus.feeds_beyond,
+            },
+            "served": {"listen": f"{bus.served.listen.host}:{bus.served.port}", "clients": len(bus.served.clients)}
+            if bus.served
+            else None,
             "ports": [
                 {
                     "listen": f"{port.listen.host}:{port.port}",
-                    "endpoint": port.target.endpoint,
+                    "endpoint": port.wanted.name,
                     "connections": len(port.connections),
                 }
                 for port in bus.ports
@@ -72,7 +83,7 @@ def _session(session: ClientSession) -> dict[str, Any]:
             {
                 "id": tunnel.stream_id,
                 "state": tunnel.state.value,
-                "endpoint": tunnel.target.endpoint,
+                "endpoint": str(tunnel.target),
                 "received_bytes": tunnel.received_bytes,
                 "sent_bytes": tunnel.sent_bytes,
             }
@@ -84,7 +95,7 @@ def _session(session: ClientSession) -> dict[str, Any]:
 def _feed(feed: Feed) -> dict[str, Any]:
     session, known = feed.session, feed.sequences.known
     return {
-        "endpoint": feed.wanted.endpoint,
+        "endpoint": feed.wanted.name,
         "dynamo_namespace": feed.wanted.dynamo_namespace,
         "topics": feed.wanted.topics,
         "read": feed.is_read,
@@ -99,6 +110,7 @@ def _feed(feed: Feed) -> dict[str, Any]:
                 "received": each.received,
                 "missed": each.missed,
                 "gaps": each.gaps,
+                "late": each.late,
                 "duplicates": each.duplicates,
                 "restarts": each.restarts,
             }

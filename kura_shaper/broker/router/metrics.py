@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
 from kura_shaper import __version__
+from kura_shaper.broker.families import Families
 from kura_shaper.broker.protocol.codes import Role
 from kura_shaper.broker.router.tunnel import TunnelState
 
@@ -15,9 +16,12 @@ if TYPE_CHECKING:
 
     from prometheus_client.metrics_core import Metric
 
+    from kura_shaper.broker.router.discovery import Discovery
     from kura_shaper.broker.router.service import EventBus
 
 PREFIX = "continuum_event_bus_"
+_FAMILIES = Families(PREFIX)
+_gauge, _labelled = _FAMILIES.gauge, _FAMILIES.labelled
 # Name, words, label, and the counter of RouterCounts.
 _BY_LABEL = (
     ("answers", "Answers to requests of clients", "status", "answers"),
@@ -29,7 +33,10 @@ _BY_LABEL = (
     ("events_dropped", "Events that were not passed on", "reason", "dropped"),
     ("bad_events", "Messages that were no events", "reason", "bad_events"),
     ("bad_publishers", "Publishers that could not be read", "reason", "bad_publishers"),
+    ("served_cut_off", "Readers of the served events that were cut off", "reason", "served_cut_off"),
     ("credential_reloads", "Readings of tokens and certificate", "result", "credential_reloads"),
+    ("settings_reloads", "Readings of the settings that were asked for", "result", "settings_reloads"),
+    ("rebalanced", "Brokers in rebalances that were asked for", "outcome", "rebalanced"),
 )
 _PLAIN = (
     ("connections", "Connections that were made", "connections"),
@@ -41,14 +48,15 @@ _PLAIN = (
     ("events", "Events that came", "events"),
     ("events_missed", "Events that are missing by their numbers", "events_missed"),
     ("local_connections", "Connections to exposed ports", "local_connections"),
+    ("served_connections", "Connections of readers of the served events", "served_connections"),
 )
 
 
 class RouterMetrics:
     """A collector of prometheus_client."""
 
-    def __init__(self, bus: EventBus) -> None:
-        self._bus = bus
+    def __init__(self, bus: EventBus, discovery: Discovery) -> None:
+        self._bus, self._discovery = bus, discovery
 
     def collect(self) -> Iterator[Metric]:
         """Yield every series."""
@@ -61,6 +69,7 @@ class RouterMetrics:
         relayed = {"from_broker": counts.from_broker_bytes, "to_broker": counts.to_broker_bytes}
         yield _labelled("bytes", "Bytes of data streams", "direction", relayed)
         yield from self._gauges()
+        yield from self._discovered()
 
     def _gauges(self) -> Iterator[Metric]:
         bus = self._bus
@@ -74,15 +83,17 @@ class RouterMetrics:
         yield _gauge("streams_asked", "Subscribes that are no streams yet", states.count(TunnelState.ASKED))
         yield _gauge("feeds", "Publishers whose events are wanted", len(bus.feeds))
         yield _gauge("feeds_read", "Publishers that are subscribed to", sum(feed.is_read for feed in bus.feeds))
+        yield _gauge("served_clients", "Readers of the served events", len(bus.served.clients) if bus.served else 0)
         yield _gauge("event_loop_lag_seconds", "How late the event loop was last", bus.counts.loop_lag_s)
 
-
-def _gauge(name: str, words: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"{PREFIX}{name}", words, float(value))
-
-
-def _labelled(name: str, words: str, label: str, values: dict[str, int]) -> CounterMetricFamily:
-    made = CounterMetricFamily(f"{PREFIX}{name}", words, labels=[label])
-    for value, number in values.items():
-        made.add_metric([value], number)
-    return made
+    def _discovered(self) -> Iterator[Metric]:
+        found = self._discovery
+        counts = found.counts
+        yield _gauge("publishers_discovered", "Publishers that are advertised and wanted", found.publishers)
+        beyond = self._bus.feeds_beyond
+        yield _gauge("publishers_beyond", "Publishers that are advertised and too many to be read", beyond)
+        yield _gauge("discovery_namespaces_synced", "Kubernetes namespaces that were listed", found.namespaces_synced)
+        yield _gauge("discovery_age_seconds", "Time since nothing was known to be missing", found.age_s)
+        yield _labelled("discovery_lists", "Lists of metadata", "result", counts.lists)
+        yield _labelled("discovery_watch_restarts", "Ends of watches of metadata", "reason", counts.watch_restarts)
+        yield _labelled("discovery_skipped", "Metadata that was not taken", "reason", counts.skipped)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Protocol
 
-from kura_shaper.broker.protocol.frames import ZmqEndpoint
 from kura_shaper.broker.protocol.limits import KIB
-from kura_shaper.errors import UsageError
+from kura_shaper.broker.router.listening import Listening
+from kura_shaper.broker.router.session import SessionChooser
 
 if TYPE_CHECKING:
     from kura_shaper.broker.router.counts import RouterCounts
-    from kura_shaper.broker.router.session import ClientSession
     from kura_shaper.broker.router.settings import Subscription
     from kura_shaper.broker.router.tunnel import Tunnel, TunnelEnd
     from kura_shaper.tenants.document import Endpoint
@@ -27,45 +26,39 @@ _CLOSE_WITHIN_S = 5.0
 _REFUSE_AFTER_S = 1.0
 
 
-class PortOwner(Protocol):
-    """Who knows the sessions."""
+class PortOwner(SessionChooser, Protocol):
+    """Who has the port."""
 
     counts: RouterCounts
-
-    def choose(self, dynamo_namespace: str, *, other_than: ClientSession | None = None) -> ClientSession | None:
-        """Return the session that a stream is best asked of, None when there is none."""
-        ...
 
 
 class LocalPort:
     """Listens until it is closed."""
 
     def __init__(self, wanted: Subscription, listen: Endpoint, owner: PortOwner) -> None:
-        self.listen, self.owner = listen, owner
-        self.target = ZmqEndpoint(wanted.endpoint, wanted.dynamo_namespace)
+        self.wanted, self.listen, self.owner = wanted, listen, owner
         self.connections: set[LocalConnection] = set()
-        self._server: asyncio.Server | None = None
+        self._listening = Listening("expose", listen)
 
     @property
     def port(self) -> int:
-        """Where it listens."""
-        return int(self._server.sockets[0].getsockname()[1]) if self._server else 0
+        """Where it listens, 0 when it does not."""
+        return self._listening.port
+
+    def want(self, wanted: Subscription) -> None:
+        """Expose this from now on. Whoever is connected to another publisher has to come again."""
+        before, self.wanted = self.wanted, wanted
+        if before.target != wanted.target:
+            for connection in tuple(self.connections):
+                connection.abort()
 
     async def start(self) -> None:
         """Listen. Raises UsageError when the address can't be had."""
-        loop = asyncio.get_running_loop()
-        try:
-            self._server = await loop.create_server(
-                lambda: LocalConnection(self), self.listen.host, self.listen.port, backlog=CONNECTIONS_MAX
-            )
-        except OSError as error:
-            words = f"expose {self.listen}: {error.strerror}"
-            raise UsageError(words, remedy="choose another address or port") from error
+        await self._listening.start(lambda: LocalConnection(self), backlog=CONNECTIONS_MAX)
 
     def stop(self) -> None:
         """Take no further connections."""
-        if self._server is not None:
-            self._server.close()
+        self._listening.stop()
 
     def close(self) -> None:
         """Take none, and end those that are there."""
@@ -82,6 +75,8 @@ class LocalConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._tunnel: Tunnel | None = None
+        # The sessions that did not have it.
+        self._asked: set[str] = set()
         self._owed_bytes = 0
         self._is_full = False
 
@@ -96,11 +91,16 @@ class LocalConnection(asyncio.Protocol):
         self._port.connections.add(self)
         self._port.owner.counts.local_connections += 1
         transport.pause_reading()
-        session = self._port.owner.choose(self._port.target.dynamo_namespace)
+        self._ask()
+
+    def _ask(self) -> None:
+        wanted = self._port.wanted
+        session = self._port.owner.choose(wanted.dynamo_namespace, role=wanted.role, other_than=self._asked)
         if session is None:
             self._refuse()
         else:
-            self._tunnel = session.subscribe(self._port.target, self)
+            self._asked.add(session.id)
+            self._tunnel = session.subscribe(wanted.target, self)
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
@@ -158,7 +158,10 @@ class LocalConnection(asyncio.Protocol):
         tunnel = self._tunnel
         self._give_credit()
         self._tunnel = None
-        if tunnel is None or not tunnel.http_id or end.code:
+        if self._transport is not None and tunnel is not None and not tunnel.http_id:
+            # Another broker may have it.
+            self._ask()
+        elif end.code:
             self._refuse()
         elif self._transport is not None:
             self._close()

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
 from kura_shaper.broker.process import problems_with, stop_by_signals
+from kura_shaper.broker.router.discovery import Discovery, open_apis, require_kubeconfigs
 from kura_shaper.broker.router.health import RouterHealth
 from kura_shaper.broker.router.metrics import RouterMetrics
+from kura_shaper.broker.router.reread import Rereading
 from kura_shaper.broker.router.service import EventBus
 from kura_shaper.log import event as log_event
+from kura_shaper.tenants.kubernetes.pace import SystemAsyncClock
 from kura_shaper.web import ProbeServer
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
     from kura_shaper.broker.router.credentials import ServerCredentials
     from kura_shaper.broker.router.output import EventOutput
     from kura_shaper.broker.router.settings import RouterSettings
@@ -22,30 +31,65 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kura_shaper.broker.router")
 
 
-def problems_of(credentials: ServerCredentials) -> tuple[str, ...]:
-    """Return what is wrong with certificate, key and tokens, one line each."""
-    return problems_with(credentials.read_context, credentials.read_tokens)
+def problems_of(settings: RouterSettings, credentials: ServerCredentials) -> tuple[str, ...]:
+    """Return what is wrong with certificate, key, tokens and kubeconfigs, one line each; the network is not asked."""
+    kubeconfigs = partial(require_kubeconfigs, settings)
+    return problems_with(credentials.read_context, credentials.read_tokens, kubeconfigs)
 
 
-def run_router(settings: RouterSettings, credentials: ServerCredentials, *, output: EventOutput) -> None:
-    """Run a router until a signal. Raises UsageError when an address can't be had."""
-    asyncio.run(_run(settings, credentials, output))
+def run_router(settings: RouterSettings, credentials: ServerCredentials, *, config: Path, output: EventOutput) -> None:
+    """Run a router until a signal; `config` is read again at SIGHUP. Raises UsageError when an address can't be had."""
+    asyncio.run(_run(settings, credentials, config, output=output))
 
 
-async def _run(settings: RouterSettings, credentials: ServerCredentials, output: EventOutput) -> None:
+async def _run(settings: RouterSettings, credentials: ServerCredentials, config: Path, *, output: EventOutput) -> None:
     credentials.load()
     bus = EventBus(settings, credentials, output=output, random=Random())  # noqa: S311 - it spreads retries
     stop_by_signals(bus.stop, is_stopping=lambda: bus.is_stopping, log=_log)
-    listen = settings.metrics_listen
-    server = ProbeServer(listen.host, listen.port, collector=RouterMetrics(bus), health=RouterHealth(bus))
+    rereading = Rereading(config, credentials, bus)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, rereading.ask)
+    loop.add_signal_handler(signal.SIGUSR1, bus.rebalance)
     started = asyncio.Event()
+    rereads = asyncio.ensure_future(rereading.run(started))
+    try:
+        async with _discovering(bus) as discovery, _serving(bus, discovery, started):
+            await bus.run(started)
+            log_event(_log, "stopped")
+    finally:
+        rereads.cancel()
+        output.close()
+
+
+@asynccontextmanager
+async def _discovering(bus: EventBus) -> AsyncIterator[Discovery]:
+    """Follow what is advertised where the settings say so."""
+    clock = SystemAsyncClock()
+    async with AsyncExitStack() as stack:
+        apis = await open_apis(bus.settings, stack, clock)
+        discovery = Discovery(bus.settings.discover, apis, bus, clock=clock, random=bus.random)
+        following = asyncio.ensure_future(discovery.run())
+        # It never ends by itself, unless it is broken, and then this is no router any more.
+        following.add_done_callback(lambda _: bus.stop())
+        try:
+            yield discovery
+        finally:
+            following.cancel()
+            with suppress(asyncio.CancelledError):
+                await following
+
+
+@asynccontextmanager
+async def _serving(bus: EventBus, discovery: Discovery, started: asyncio.Event) -> AsyncIterator[None]:
+    """Serve metrics and probes, and say when the router has started."""
+    listen = bus.settings.metrics_listen
+    collector, health = RouterMetrics(bus, discovery), RouterHealth(bus, discovery)
+    server = ProbeServer(listen.host, listen.port, collector=collector, health=health)
     telling = asyncio.ensure_future(_tell_started(bus, started, metrics=f"{listen.host}:{server.port}"))
     try:
-        await bus.run(started)
-        log_event(_log, "stopped")
+        yield
     finally:
         telling.cancel()
-        output.close()
         server.close()
 
 

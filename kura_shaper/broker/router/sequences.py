@@ -1,17 +1,22 @@
 """What is missing among the events of a publisher, by the numbers that it gives them.
 
-A publisher counts its events of a topic up by one. Each connection delivers in order, so a number that jumps is
-a loss, and a lower one is either what two connections both brought while one took over from the
-other, or a publisher that began anew under the same id.
+A publisher counts its events of a topic up by one, and after 2**64 - 1 comes 0. Each connection delivers in order, so
+a number that jumps is a loss. A lower one is what two connections both brought while one took over from the other, or
+one of those that were missing and came late, or a publisher that began anew under the same id.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
 from enum import Enum
 
 PUBLISHERS_MAX = 256
+_NUMBERS = 2**64
+# Only a jump as short as this, over the end of all numbers, is one; any other is a publisher that began anew.
+_WRAP_WITHIN = 2**20
+# So many of the last gaps are known, to tell an event that comes late from one that was there.
+_GAPS_KNOWN = 8
 
 
 class Arrival(Enum):
@@ -20,20 +25,73 @@ class Arrival(Enum):
     FIRST = "first"
     NEXT = "next"
     AFTER_A_GAP = "after a gap"
+    LATE = "late"
     DUPLICATE = "duplicate"
     RESTARTED = "restarted"
 
 
 @dataclass(slots=True)
 class Sequence:
-    """The numbers of one publisher and topic: the last one, and what was counted."""
+    """The numbers of one publisher and topic: the last one, and what was counted. `missed` counts late ones as well."""
 
     last: int
     received: int = 1
     missed: int = 0
     gaps: int = 0
+    late: int = 0
     duplicates: int = 0
     restarts: int = 0
+    open_gaps: deque[range] = field(default_factory=lambda: deque(maxlen=_GAPS_KNOWN))
+
+    def note(self, number: int, *, overlaps: bool) -> tuple[Arrival, int]:
+        """See Sequences."""
+        step = _step(self.last, number)
+        if step <= 0:
+            return self._repeated(number, overlaps=overlaps or step == 0), 0
+        self.received += 1
+        missed = step - 1
+        if not missed:
+            self.last = number
+            return Arrival.NEXT, 0
+        self.open_gaps.append(range(self.last + 1, self.last + step))
+        self.last = number
+        self.gaps += 1
+        self.missed += missed
+        return Arrival.AFTER_A_GAP, missed
+
+    def _repeated(self, number: int, *, overlaps: bool) -> Arrival:
+        if self._fills_a_gap(number):
+            self.received += 1
+            self.late += 1
+            return Arrival.LATE
+        if overlaps:
+            self.duplicates += 1
+            return Arrival.DUPLICATE
+        self.last = number
+        self.received += 1
+        self.restarts += 1
+        self.open_gaps.clear()
+        return Arrival.RESTARTED
+
+    def _fills_a_gap(self, number: int) -> bool:
+        for gap in self.open_gaps:
+            # A gap over the end of all numbers goes on beyond it.
+            for at in (number, number + _NUMBERS):
+                if at in gap:
+                    self.open_gaps.remove(gap)
+                    self.open_gaps.extend(part for part in (range(gap.start, at), range(at + 1, gap.stop)) if part)
+                    return True
+        return False
+
+
+def _step(last: int, number: int) -> int:
+    """Return how far a number is after the last one, over the end of all numbers where that is near."""
+    step = number - last
+    if step + _NUMBERS <= _WRAP_WITHIN:
+        return step + _NUMBERS
+    if step - _NUMBERS >= -_WRAP_WITHIN:
+        return step - _NUMBERS
+    return step
 
 
 class Sequences:
@@ -56,24 +114,11 @@ class Sequences:
         """
         key = publisher_id, topic
         found = self._known.get(key)
-        if found is None:
-            self._known[key] = Sequence(number)
-            if len(self._known) > self._most:
-                self._known.popitem(last=False)
-                self.forgotten += 1
-            return Arrival.FIRST, 0
-        self._known.move_to_end(key)
-        if number <= found.last and (overlaps or number == found.last):
-            found.duplicates += 1
-            return Arrival.DUPLICATE, 0
-        missed = number - found.last - 1
-        found.last = number
-        found.received += 1
-        if missed < 0:
-            found.restarts += 1
-            return Arrival.RESTARTED, 0
-        if missed:
-            found.gaps += 1
-            found.missed += missed
-            return Arrival.AFTER_A_GAP, missed
-        return Arrival.NEXT, 0
+        if found is not None:
+            self._known.move_to_end(key)
+            return found.note(number, overlaps=overlaps)
+        self._known[key] = Sequence(number)
+        if len(self._known) > self._most:
+            self._known.popitem(last=False)
+            self.forgotten += 1
+        return Arrival.FIRST, 0

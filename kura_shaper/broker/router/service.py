@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -18,32 +17,35 @@ from kura_shaper.broker.protocol.buffer import Budget
 from kura_shaper.broker.protocol.codes import DrainReason, Role, SessionCode
 from kura_shaper.broker.protocol.frames import Welcome, WelcomeLimits
 from kura_shaper.broker.protocol.limits import MIB
-from kura_shaper.broker.router.connection import BusConnection
 from kura_shaper.broker.router.counts import RouterCounts
+from kura_shaper.broker.router.door import Door
 from kura_shaper.broker.router.faults import plan_faults
-from kura_shaper.broker.router.feed import Feed
-from kura_shaper.broker.router.port import LocalPort
-from kura_shaper.errors import UsageError
+from kura_shaper.broker.router.output import AllOutputs
+from kura_shaper.broker.router.rebalance import Rebalance
+from kura_shaper.broker.router.serving import EventServer
+from kura_shaper.broker.router.wanted import Wanted
 from kura_shaper.log import event as log_event
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
     from random import Random
 
+    from kura_shaper.broker.metadata import Publisher
     from kura_shaper.broker.protocol.frames import Hello
+    from kura_shaper.broker.router.connection import BusConnection
     from kura_shaper.broker.router.credentials import ServerCredentials
+    from kura_shaper.broker.router.feed import Feed
     from kura_shaper.broker.router.output import EventOutput
+    from kura_shaper.broker.router.port import LocalPort
     from kura_shaper.broker.router.session import ClientSession
-    from kura_shaper.broker.router.settings import RouterSettings
+    from kura_shaper.broker.router.settings import RouterSettings, Subscription
 
-_HANDSHAKE_WITHIN_S, _CLOSE_WITHIN_S = 10.0, 2.0
 _LAG_EVERY_S, _RELOAD_EVERY_S = 0.5, 10.0
 _RETRY_AFTER_MS = 5_000
 # Beside a connection for each session: those that are only just coming, or going.
 _SPARE_CONNECTIONS = 32
-_BACKLOG = 128
 # What the parts of messages and the events that are held back may take, of all publishers together.
 _KEPT_BYTES_MAX = 256 * MIB
-_ACCEPT_PAUSE_S = 0.2
 _log = logging.getLogger("kura_shaper.broker.router")
 
 
@@ -54,19 +56,19 @@ class EventBus:
         self, settings: RouterSettings, credentials: ServerCredentials, *, output: EventOutput, random: Random
     ) -> None:
         self.settings, self._credentials = settings, credentials
-        self.output, self.random = output, random
+        self.counts = RouterCounts()
+        self.served = EventServer(settings.serve, self.counts) if settings.serve else None
+        self.output: EventOutput = AllOutputs(output, self.served) if self.served else output
+        self.random = random
         self.max_message_bytes = settings.max_message_bytes
         self.kept = Budget(_KEPT_BYTES_MAX)
-        self.counts = RouterCounts()
         self._loop = asyncio.get_running_loop()
         self.by_client: dict[str, ClientSession] = {}
         self._by_id: dict[str, ClientSession] = {}
         self._connections: set[BusConnection] = set()
-        self.feeds = tuple(Feed(each, self) for each in settings.subscriptions if each.topics)
-        self.ports = tuple(LocalPort(each, each.expose, self) for each in settings.subscriptions if each.expose)
-        self._listener: socket.socket | None = None
-        self._places = asyncio.Semaphore(settings.max_sessions + _SPARE_CONNECTIONS)
-        self._handshakes: set[asyncio.Task[None]] = set()
+        self._wanted = Wanted(settings.subscriptions, self)
+        self._rebalancing: asyncio.Task[None] | None = None
+        self._door = Door(settings.listen, credentials, self, places=settings.max_sessions + _SPARE_CONNECTIONS)
         self._stopping = asyncio.Event()
         self._emptied = asyncio.Event()
         self.turned_s = time.monotonic()
@@ -79,9 +81,24 @@ class EventBus:
         return self._stopping.is_set()
 
     @property
+    def feeds(self) -> tuple[Feed, ...]:
+        """The publishers that are to be read."""
+        return self._wanted.feeds
+
+    @property
+    def ports(self) -> tuple[LocalPort, ...]:
+        """The publishers that are local ports."""
+        return self._wanted.ports
+
+    @property
+    def feeds_beyond(self) -> int:
+        """How many publishers are advertised, and not read since there are as many as may be."""
+        return self._wanted.beyond
+
+    @property
     def port(self) -> int:
-        """Where it listens."""
-        return int(self._listener.getsockname()[1]) if self._listener else 0
+        """Where it listens, 0 when it does not."""
+        return self._door.port
 
     def is_allowed(self, token: str) -> bool:
         """See ConnectionOwner."""
@@ -104,7 +121,7 @@ class EventBus:
         """See ConnectionOwner."""
         if connection in self._connections:
             self._connections.discard(connection)
-            self._places.release()
+            self._door.give_place_back()
 
     def on_greeted(self, session: ClientSession, hello: Hello) -> None:
         """See SessionOwner."""
@@ -134,6 +151,12 @@ class EventBus:
         log_event(_log, "client_leaves", client_id=session.client_id)
         self._move_away(session)
 
+    def on_announced(self, session: ClientSession) -> None:
+        """See SessionOwner. A source that nobody had may be there now."""
+        for feed in self.feeds:
+            if feed.wanted.source and feed.wanted.dynamo_namespace in session.namespaces:
+                feed.place()
+
     def on_session_over(self, session: ClientSession) -> None:
         """See SessionOwner."""
         if self._by_id.pop(session.id, None) is None:
@@ -141,17 +164,19 @@ class EventBus:
         if self.by_client.get(session.client_id) is session:
             del self.by_client[session.client_id]
         log_event(_log, "session_ended", client_id=session.client_id, code=session.end_code)
-        self._place_all()
+        self._share_out()
         if not self._by_id:
             self._emptied.set()
 
-    def choose(self, dynamo_namespace: str, *, other_than: ClientSession | None = None) -> ClientSession | None:
-        """Return the session that covers a namespace and has the least to do, None when there is none."""
+    def choose(
+        self, dynamo_namespace: str, *, role: Role = Role.BROKER, other_than: Collection[str] = ()
+    ) -> ClientSession | None:
+        """See SessionChooser."""
         found = [
             session
             for session in self.by_client.values()
-            if session is not other_than
-            and session.role == Role.BROKER
+            if session.id not in other_than
+            and session.role == role
             and session.takes_subscribes
             and dynamo_namespace in session.namespaces
         ]
@@ -164,6 +189,23 @@ class EventBus:
         session.drain(reason, self.settings.drain_deadline_ms)
         self._move_away(session)
 
+    def read_discovered(self, advertised: Mapping[Publisher, tuple[str, ...]]) -> None:
+        """See discovery.Reader."""
+        if not self.is_stopping:
+            self._wanted.discover(advertised)
+
+    def rebalance(self) -> None:
+        """Ask every broker to come anew, in their turn; asked again meanwhile, it goes on as it is."""
+        if self.is_stopping or (self._rebalancing is not None and not self._rebalancing.done()):
+            log_event(_log, "rebalance_not_begun", reason="it leaves" if self.is_stopping else "one is under way")
+            return
+        self._rebalancing = self._loop.create_task(Rebalance(self).run())
+
+    async def want(self, subscriptions: Sequence[Subscription]) -> None:
+        """Read and expose these from now on. Raises UsageError when an address can't be had: nothing changed then."""
+        if not self.is_stopping:
+            await self._wanted.change(subscriptions)
+
     def _terms(self, session: ClientSession) -> Welcome:
         settings = self.settings
         return Welcome(
@@ -173,24 +215,21 @@ class EventBus:
             idle_timeout_ms=settings.idle_timeout_ms,
         )
 
-    def _place_all(self) -> None:
-        for feed in self.feeds:
-            feed.place()
-
     def _move_away(self, session: ClientSession) -> None:
         for feed in self.feeds:
             if feed.session is session:
                 feed.move()
 
     def _share_out(self) -> None:
-        """Place what has no broker, and give a newcomer its share of the rest."""
-        self._place_all()
+        """Place what has no broker, or one that leaves, and give a newcomer its share of the rest."""
         for feed in self.feeds:
-            busy = feed.session
-            idle = self.choose(feed.wanted.dynamo_namespace, other_than=busy)
-            if busy is None or idle is None:
+            feed.place()
+        for feed in self.feeds:
+            busy, wanted = feed.session, feed.wanted
+            if busy is None:
                 continue
-            if busy.protocol.is_draining or busy.load - idle.load > 1:
+            idle = self.choose(wanted.dynamo_namespace, role=wanted.role, other_than=(busy.id,))
+            if idle is not None and busy.load - idle.load > 1:
                 feed.move()
 
     # Life.
@@ -201,13 +240,14 @@ class EventBus:
 
     async def run(self, started: asyncio.Event | None = None) -> None:
         """Run until `stop`. Raises UsageError when an address can't be had."""
-        self._listener = self._listen()
+        self._door.open()
         background = [self._loop.create_task(each) for each in (self._measure_lag(), self._reload())]
         accepting: asyncio.Task[None] | None = None
         try:
-            for port in self.ports:
-                await port.start()
-            accepting = self._loop.create_task(self._accept(self._listener))
+            await self._wanted.start()
+            if self.served is not None:
+                await self.served.start()
+            accepting = self._loop.create_task(self._door.accept())
             if started is not None:
                 started.set()
             stopping = self._loop.create_task(self._stopping.wait())
@@ -215,71 +255,23 @@ class EventBus:
             await asyncio.wait([accepting, stopping], return_when=asyncio.FIRST_COMPLETED)
             if accepting.done():
                 accepting.result()
+            # Before its listener is closed, whose descriptor somebody else may have then.
+            accepting.cancel()
+            await asyncio.wait([accepting])
             await self._leave()
         finally:
-            tasks = [*background, *self._handshakes, *([accepting] if accepting else [])]
+            others = [each for each in (accepting, self._rebalancing) if each is not None]
+            tasks = [*background, *others]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._close()
 
-    def _listen(self) -> socket.socket:
-        listen = self.settings.listen
-        family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
-        made = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        try:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind((listen.host, listen.port))
-            made.listen(_BACKLOG)
-        except OSError as error:
-            made.close()
-            raise UsageError(f"listen {listen}: {error.strerror}", remedy="choose another address or port") from error
-        return made
-
-    async def _accept(self, listener: socket.socket) -> None:
-        """Take connections while there is a place; the kernel keeps the others waiting."""
-        while True:
-            await self._places.acquire()
-            try:
-                accepted, _ = await self._loop.sock_accept(listener)
-            except OSError as error:
-                # Without descriptors for a moment; whoever wants in waits as well.
-                self._places.release()
-                log_event(_log, "accept_failed", level=logging.WARNING, reason=error.strerror)
-                await asyncio.sleep(_ACCEPT_PAUSE_S)
-                continue
-            task = self._loop.create_task(self._shake_hands(accepted))
-            self._handshakes.add(task)
-            task.add_done_callback(self._handshakes.discard)
-
-    async def _shake_hands(self, accepted: socket.socket) -> None:
-        connection = BusConnection(self)
-        try:
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            await self._loop.connect_accepted_socket(
-                lambda: connection.link,
-                accepted,
-                ssl=self._credentials.context,
-                ssl_handshake_timeout=_HANDSHAKE_WITHIN_S,
-                ssl_shutdown_timeout=_CLOSE_WITHIN_S,
-            )
-        except OSError:
-            accepted.close()
-        finally:
-            if not connection.was_made:
-                self.counts.connections_refused += 1
-                self._places.release()
-
     async def _leave(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
-        for port in self.ports:
-            port.stop()
+        self._door.close()
         for session in tuple(self._by_id.values()):
             session.drain(DrainReason.SHUTDOWN, self.settings.drain_deadline_ms)
-        for feed in self.feeds:
-            feed.close()
+        self._wanted.stop()
         log_event(_log, "draining", sessions=len(self._by_id))
         self._emptied.clear()
         if self._by_id:
@@ -288,12 +280,10 @@ class EventBus:
                     await self._emptied.wait()
 
     def _close(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
-        for feed in self.feeds:
-            feed.close()
-        for port in self.ports:
-            port.close()
+        self._door.close()
+        self._wanted.close()
+        if self.served is not None:
+            self.served.close()
         for session in tuple(self._by_id.values()):
             session.fail(SessionCode.SHUTDOWN, "the router ends")
         for connection in tuple(self._connections):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from kura_shaper.broker.counts import count
 from kura_shaper.broker.protocol import events
 from kura_shaper.broker.protocol.buffer import Budget, StreamBuffer
+from kura_shaper.broker.protocol.codes import Role
 from kura_shaper.broker.protocol.frames import Draining, StreamClosed, StreamOpened, StreamRefused
 from kura_shaper.broker.protocol.limits import MIB, SECOND_NS
 from kura_shaper.broker.protocol.router_session import Claim, RouterSession
@@ -21,12 +22,28 @@ from kura_shaper.broker.router.counts import CONNECTION_LOST, RouterCounts, Tunn
 from kura_shaper.broker.router.tunnel import Consumer, Tunnel, TunnelEnd
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from kura_shaper.broker.protocol.codes import DrainReason, SessionCode
-    from kura_shaper.broker.protocol.frames import Hello, Welcome, ZmqEndpoint
+    from kura_shaper.broker.protocol.frames import AnnouncedSource, Hello, Welcome, ZmqEndpoint
     from kura_shaper.broker.router.connection import BusConnection
 
+_ANNOUNCE = "announce"
 _OUT_BYTES_MAX = MIB
 _CLOSED_WITHIN_S, _LINGER_S = 5.0, 2.0
+
+
+class SessionChooser(Protocol):
+    """Who knows the sessions."""
+
+    def choose(
+        self, dynamo_namespace: str, *, role: Role = Role.BROKER, other_than: Collection[str] = ()
+    ) -> ClientSession | None:
+        """Return the session that covers a namespace and has the least to do, None when there is none.
+
+        Of this role, and with another id than those.
+        """
+        ...
 
 
 class SessionOwner(Protocol):
@@ -37,6 +54,9 @@ class SessionOwner(Protocol):
 
     def on_leaving(self, session: ClientSession) -> None:
         """The client leaves: it takes no further subscribes."""
+
+    def on_announced(self, session: ClientSession) -> None:
+        """A kv_listener says that it has something new."""
 
     def on_session_over(self, session: ClientSession) -> None:
         """The session has ended, and its streams with it."""
@@ -109,7 +129,7 @@ class ClientSession:
         self.say()
         self._plan_tick()
 
-    def subscribe(self, target: ZmqEndpoint, consumer: Consumer) -> Tunnel:
+    def subscribe(self, target: ZmqEndpoint | AnnouncedSource, consumer: Consumer) -> Tunnel:
         """Ask for a stream. Only while it `takes_subscribes`."""
         stream_id = self.protocol.subscribe(target)
         made = self.tunnels[stream_id] = Tunnel(stream_id, target, self, consumer)
@@ -223,6 +243,9 @@ class ClientSession:
     def _note(self, event: events.Event) -> None:
         if isinstance(event, events.FrameIgnored):
             self.counts.frames_ignored += 1
+            if event.type == _ANNOUNCE and self.role == Role.KV_LISTENER:
+                # What else such a frame says is not defined in this version.
+                self._owner.on_announced(self)
         elif isinstance(event, events.HeartbeatSeen):
             self.counts.heartbeats_received += 1
 

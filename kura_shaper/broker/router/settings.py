@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from kura_shaper.broker import entries
 from kura_shaper.broker.endpoint import EndpointError, parse_endpoint
 from kura_shaper.broker.entries import Entries
+from kura_shaper.broker.protocol.codes import Role
+from kura_shaper.broker.protocol.frames import AnnouncedSource, ZmqEndpoint
 from kura_shaper.broker.protocol.limits import (
     HEARTBEAT_MS_DEFAULT,
     HEARTBEAT_MS_MAX,
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 _METRICS_LISTEN = Endpoint("0.0.0.0", 9465)  # noqa: S104 - probes come to the pod's own address
 SUBSCRIPTIONS_MAX, TOPICS_MAX, FAULTS_MAX, SESSIONS_MAX = 4096, 16, 64, 1024
+DISCOVER_MAX = 64
 _TOPIC_CHARACTERS_MAX = 253
 
 
@@ -43,13 +46,47 @@ _TOPIC_CHARACTERS_MAX = 253
 class Subscription:
     """A publisher that is wanted: its events of some topics, its bytes as a local port, or both.
 
-    A topic is a prefix, as in ZeroMQ; "" is every topic.
+    A topic is a prefix, as in ZeroMQ; "" is every topic. With a `source` there is no endpoint: it is what a kv_listener
+    announced under that name.
     """
 
     endpoint: str
     dynamo_namespace: str
     topics: tuple[str, ...] = ()
     expose: Endpoint | None = None
+    source: str = ""
+
+    def reads_like(self, other: Subscription) -> bool:
+        """Whether the same is read of the same publisher."""
+        return (self.target, self.topics) == (other.target, other.topics)
+
+    @property
+    def target(self) -> ZmqEndpoint | AnnouncedSource:
+        """What a client of the bus is asked for."""
+        return AnnouncedSource(self.source) if self.source else ZmqEndpoint(self.endpoint, self.dynamo_namespace)
+
+    @property
+    def role(self) -> Role:
+        """What a client has to be to have it."""
+        return Role.KV_LISTENER if self.source else Role.BROKER
+
+    @property
+    def name(self) -> str:
+        """What it is called for people: its address, or source:NAME."""
+        return str(self.target)
+
+
+@dataclass(frozen=True, slots=True)
+class Discover:
+    """A Kubernetes namespace whose workers' publishers are wanted: those of some Dynamo namespaces and topics.
+
+    Without a kubeconfig it is the cluster that the router itself is in.
+    """
+
+    namespace: str
+    dynamo_namespaces: tuple[str, ...]
+    topics: tuple[str, ...]
+    kubeconfig: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +99,7 @@ class RouterSettings:
     token_file: Path
     path_prefix: str = ""
     subscriptions: tuple[Subscription, ...] = ()
+    discover: tuple[Discover, ...] = ()
     max_sessions: int = 64
     max_streams: int = STREAMS_DEFAULT
     max_stream_buffer_bytes: int = STREAM_BUFFER_BYTES_MAX
@@ -71,6 +109,7 @@ class RouterSettings:
     idle_timeout_ms: int = IDLE_MS_DEFAULT
     drain_deadline_ms: int = 25_000
     metrics_listen: Endpoint = _METRICS_LISTEN
+    serve: Endpoint | None = None
     log_level: LogLevel = LogLevel.INFO
     log_format: LogFormat = LogFormat.JSON
     faults: tuple[FaultStep, ...] = ()
@@ -92,6 +131,12 @@ def load_settings(path: Path) -> RouterSettings:
     return RouterSettings(**told)
 
 
+def keys_that_differ(before: RouterSettings, after: RouterSettings) -> tuple[str, ...]:
+    """Return the keys, in their order, that only a restart brings into force."""
+    fields = {key: field for key, (field, _) in _READERS.items() if key != "subscriptions"}
+    return tuple(key for key, field in fields.items() if getattr(before, field) != getattr(after, field))
+
+
 # What one entry may be.
 
 
@@ -109,17 +154,47 @@ def _topic(content: str) -> str:
     return content
 
 
+def _source(content: str) -> str:
+    if not 0 < len(content) <= _TOPIC_CHARACTERS_MAX or not content.isprintable():
+        remedy = f"use 1 to {_TOPIC_CHARACTERS_MAX} characters"
+        raise UsageError(f"{check.quoted(content)} is no name of a source", remedy=remedy)
+    return content
+
+
 def _subscription(value: Value) -> Subscription:
-    found = check.mapping(value, required=("endpoint", "dynamo_namespace"), optional=("topics", "expose"))
+    found = check.mapping(value, required=("dynamo_namespace",), optional=("endpoint", "source", "topics", "expose"))
     topics, expose = found.get("topics"), found.get("expose")
+    if ("endpoint" in found) == ("source" in found):
+        raise value.refused("names no publisher, or two", remedy="give it endpoint:, or source: of a kv_listener")
     if topics is None and expose is None:
         raise value.refused("is read by nobody", remedy="add topics: or expose:")
     return Subscription(
-        check.literal(found["endpoint"], _endpoint),
+        check.literal(found["endpoint"], _endpoint) if "endpoint" in found else "",
         check.literal(found["dynamo_namespace"], entries.dynamo_namespace),
         entries.listed("topic", _topic, TOPICS_MAX)(topics) if topics else (),
         check.literal(expose, check.listen_endpoint) if expose else None,
+        check.literal(found["source"], _source) if "source" in found else "",
     )
+
+
+def _namespace(content: str) -> str:
+    return check.label(content, characters_max=63)
+
+
+def _discover(value: Value) -> Discover:
+    found = check.mapping(value, required=("namespace", "dynamo_namespaces", "topics"), optional=("kubeconfig",))
+    namespaces = entries.listed("Dynamo namespace", entries.dynamo_namespace, entries.NAMESPACES_MAX)
+    return Discover(
+        check.literal(found["namespace"], _namespace),
+        namespaces(found["dynamo_namespaces"]),
+        entries.listed("topic", _topic, TOPICS_MAX)(found["topics"]),
+        check.literal(found["kubeconfig"], entries.file_path) if "kubeconfig" in found else None,
+    )
+
+
+def _served(content: str) -> Endpoint:
+    # Whoever connects is served, so it takes an address of its own to be served elsewhere than on this machine.
+    return check.listen_endpoint(f"127.0.0.1:{content}" if content.isdecimal() else content)
 
 
 def _fault(value: Value) -> FaultStep:
@@ -144,6 +219,7 @@ _READERS: dict[str, tuple[str, Callable[[Value], Any]]] = {
     "token_file": ("token_file", entries.text(entries.file_path)),
     "path_prefix": ("path_prefix", entries.text(entries.url_prefix)),
     "subscriptions": ("subscriptions", _each("subscriptions", _subscription, SUBSCRIPTIONS_MAX)),
+    "discover": ("discover", _each("namespaces", _discover, DISCOVER_MAX)),
     "max_sessions": ("max_sessions", entries.whole(1, SESSIONS_MAX)),
     "max_streams": ("max_streams", entries.whole(1, STREAMS_MAX)),
     "max_stream_buffer_bytes": (
@@ -156,6 +232,7 @@ _READERS: dict[str, tuple[str, Callable[[Value], Any]]] = {
     "idle_timeout": ("idle_timeout_ms", entries.duration_ms(IDLE_MS_MIN, IDLE_MS_MAX)),
     "drain_deadline": ("drain_deadline_ms", entries.duration_ms(0, 600_000)),
     "metrics_listen": ("metrics_listen", entries.text(check.listen_endpoint)),
+    "serve": ("serve", entries.text(_served)),
     "log_level": ("log_level", entries.choice(LogLevel)),
     "log_format": ("log_format", entries.choice(LogFormat)),
     "faults": ("faults", _each("faults", _fault, FAULTS_MAX)),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kura_shaper.broker.link import BusLink
-    from kura_shaper.broker.protocol.frames import ZmqEndpoint
+    from kura_shaper.broker.protocol.frames import AnnouncedSource, ZmqEndpoint
     from kura_shaper.broker.router.connection import BusConnection
     from kura_shaper.broker.router.http2 import Http2Server
     from kura_shaper.broker.router.session import ClientSession
@@ -70,7 +70,9 @@ class TunnelState(Enum):
 class Tunnel:
     """It is the body of HTTP/2, and the source of what is sent."""
 
-    def __init__(self, stream_id: str, target: ZmqEndpoint, session: ClientSession, consumer: Consumer) -> None:
+    def __init__(
+        self, stream_id: str, target: ZmqEndpoint | AnnouncedSource, session: ClientSession, consumer: Consumer
+    ) -> None:
         self.stream_id, self.target, self.session = stream_id, target, session
         self.state = TunnelState.ASKED
         self.http_id = 0

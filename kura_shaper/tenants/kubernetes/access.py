@@ -192,7 +192,8 @@ class HttpApi:
             if not self._sessions or certificates != self._certificates:
                 # It makes no connection until it is used, and it is not.
                 trusted = RESTClientObject(configuration).ssl_context
-                connector = aiohttp.TCPConnector(ssl=trusted, limit=8)
+                # Each watch keeps a connection, and whoever watches knows how many.
+                connector = aiohttp.TCPConnector(ssl=trusted, limit=0)
                 self._sessions.append(aiohttp.ClientSession(connector=connector, read_bufsize=_LINE_BYTES))
                 self._certificates = certificates
         return self._sessions[-1]

@@ -138,7 +138,8 @@ class Reflector(Generic[T]):
                 if isinstance(error, GoneError):
                     self._version = ""
                 self._fail(error)
-                await self._clock.sleep_ns(max(self._backoff.next_ns(), error.retry_after_ns))
+                # Added, since a server that was away tells all of a fleet to wait equally long.
+                await self._clock.sleep_ns(error.retry_after_ns + self._backoff.next_ns())
 
     async def read(self) -> Listing[T]:
         """Take a whole list, once. Raises ApiError, and then what is known stays as it was."""

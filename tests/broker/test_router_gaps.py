@@ -1,0 +1,69 @@
+"""What the numbers of a real publisher's events say, through a broker: lost, doubled, late, begun anew."""
+
+from __future__ import annotations
+
+import pytest
+from bus_rig import in_flowing_time, until
+from router_rig import RouterRig, ZmqPublisher, routing
+
+from kura_shaper.broker.router.sequences import Arrival
+
+LAST = 2**64 - 1
+
+
+async def told(*numbers: int) -> RouterRig:
+    """Publish events with these numbers, and return the rig when the last one was told of."""
+    publisher = ZmqPublisher()
+    async with routing(publisher) as rig:
+        await rig.start_broker()
+        await publisher.subscribed()
+        for number in numbers:
+            publisher.next = number
+            publisher.publish()
+        await until(lambda: sum(rig.bus.counts.arrivals.values()) == len(numbers))
+        return rig
+
+
+@pytest.mark.case("ER39")
+@in_flowing_time
+async def test_events_that_are_lost_are_counted_to_the_number_and_said_with_the_next_one() -> None:
+    rig = await told(5, 6, 9, 10, 20)
+    assert [missed for _, _, missed in rig.output.found] == [0, 0, 2, 0, 9]
+    assert rig.output.arrivals[-1] is Arrival.AFTER_A_GAP
+    assert (rig.bus.counts.events, rig.bus.counts.events_missed) == (5, 11)
+    assert rig.bus.counts.arrivals["after_a_gap"] == 2
+
+
+@pytest.mark.case("ER40")
+@in_flowing_time
+async def test_an_event_that_comes_twice_is_passed_on_once() -> None:
+    rig = await told(1, 2, 2, 2, 3)
+    assert rig.output.numbers() == [1, 2, 3]
+    assert rig.bus.counts.dropped["duplicate"] == 2
+    assert rig.output.missed == 0
+
+
+@pytest.mark.case("ER41")
+@in_flowing_time
+async def test_an_event_that_comes_late_is_passed_on_as_that_and_no_new_beginning() -> None:
+    rig = await told(1, 4, 2, 3, 5)
+    assert rig.output.numbers() == [1, 4, 2, 3, 5]
+    assert rig.output.arrivals[2:] == [Arrival.LATE, Arrival.LATE, Arrival.NEXT]
+    assert (rig.output.missed, rig.bus.counts.arrivals["late"]) == (2, 2)
+
+
+@pytest.mark.case("ER42")
+@in_flowing_time
+async def test_a_publisher_that_began_anew_is_told_and_nothing_is_missing_for_it() -> None:
+    rig = await told(100, 101, 0, 1)
+    assert rig.output.numbers() == [100, 101, 0, 1]
+    assert rig.output.arrivals[2:] == [Arrival.RESTARTED, Arrival.NEXT]
+    assert rig.output.missed == 0
+
+
+@pytest.mark.case("ER43")
+@in_flowing_time
+async def test_after_the_last_number_of_all_comes_the_first_one() -> None:
+    rig = await told(LAST - 1, LAST, 0, 3)
+    assert rig.output.arrivals == [Arrival.FIRST, Arrival.NEXT, Arrival.NEXT, Arrival.AFTER_A_GAP]
+    assert rig.output.missed == 2
