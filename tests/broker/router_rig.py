@@ -63,13 +63,13 @@ class Kept:
 class ZmqPublisher:
     """A PUB socket of libzmq, as a worker of Dynamo has it."""
 
-    def __init__(self, publisher_id: int = 42) -> None:
+    def __init__(self, publisher_id: int = 42, *, host: str = "127.0.0.1") -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.XPUB)
         self._socket.setsockopt(zmq.XPUB_VERBOSER, 1)
         self._socket.setsockopt(zmq.SNDHWM, 100_000)
-        self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        self.endpoint = f"tcp://127.0.0.1:{self.port}"
+        self.port = self._socket.bind_to_random_port(f"tcp://{host}")
+        self.endpoint = f"tcp://{host}:{self.port}"
         self.publisher_id, self.next = publisher_id, 0
         self.subscribes = self.unsubscribes = 0
 

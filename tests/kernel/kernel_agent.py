@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from kura_shaper.tree.build import Capabilities
 
 PORT = 9469
-_TC_GROUP = 0x8
 
 
 def until(holds: Callable[[], object], *, within_s: float = 10.0, what: str = "") -> float:
@@ -195,24 +194,6 @@ class AgentProcess:
             if line.startswith((f"kura_shaper_{name} ", f"kura_shaper_{name}{{")) and all(p in line for p in parts):
                 return float(line.rpartition(" ")[2])
         return None
-
-
-@contextmanager
-def hearing() -> Iterator[Callable[[], int]]:
-    """Listen to every change of traffic control here; the value returns how many were told until now."""
-    count = 0
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as listening:
-        listening.bind((0, _TC_GROUP))
-        listening.setblocking(False)
-
-        def heard() -> int:
-            nonlocal count
-            with suppress(BlockingIOError):
-                while listening.recv(65_536):
-                    count += 1
-            return count
-
-        yield heard
 
 
 @dataclass(slots=True)

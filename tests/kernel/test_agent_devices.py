@@ -6,8 +6,9 @@ import socket
 from typing import TYPE_CHECKING
 
 import pytest
-from kernel_agent import AgentThread, Files, hearing, streaming, until
+from kernel_agent import AgentThread, Files, streaming, until
 from kernel_devices import add_device, delete_link, make_wire_again, rename_link, set_link
+from kernel_events import hearing
 from kernel_trees import ACME, DOCUMENT, ROOT_HANDLE, ZETA, differences, wanted
 from pyroute2 import IPRoute
 

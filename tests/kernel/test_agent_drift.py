@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from kernel_agent import AgentThread, Files, Stream, hearing, streaming, until
+from kernel_agent import AgentThread, Files, Stream, streaming, until
+from kernel_events import hearing
 from kernel_flood import flooding
 from kernel_trees import ACME, BUDGET, ZETA, differences, document
 from test_tcx import attach_foreign

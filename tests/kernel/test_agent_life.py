@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from kernel_agent import AgentProcess, AgentThread, Files, hearing, streaming, until
+from kernel_agent import AgentProcess, AgentThread, Files, streaming, until
 from kernel_devices import delete_link, make_wire_again
+from kernel_events import hearing
 from kernel_trees import ACME, DOCUMENT, ZETA, differences, document, wanted
 
 from kura_shaper.haproxy.binary import cache_directory

@@ -6,6 +6,7 @@ leaves nothing of them however the test ends. Its programs come from `scripts/ku
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -13,6 +14,7 @@ import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import pytest
 from kube_rig import Cluster, RefusedError
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 NAME, ADDRESS, GATEWAY = "node", "192.0.2.10", "192.0.2.1"
 DEVICE = "nic0"
+# Of the Dockerfile; and its base.
+TARGETS = ("agent", "agent-bcc", "gateway", "event-broker", "debian")
 _SCRIPTS = ROOT / "scripts" / "kubernetes"
 _PATIENCE_S = 90
 # The API has the first address of the services, so that pods find it without a kube-proxy. The other end of the device
@@ -52,8 +56,10 @@ version = 2
     bin_dir = "/usr/lib/cni"
     conf_dir = "/node/cni"
 """
-# No pod here has a network of its own.
-_NETWORKS = '{"cniVersion": "0.4.0", "name": "none", "plugins": [{"type": "loopback"}]}'
+# A pod that does not have the node's network has one of its own, from which it reaches every address of the node.
+PODS = "10.244.0.0/24"
+_ADDRESSES = {"type": "host-local", "subnet": PODS, "dataDir": "/run/cni", "routes": [{"dst": "0.0.0.0/0"}]}
+_NETWORKS = {"cniVersion": "0.4.0", "name": "pods", "plugins": [{"type": "ptp", "ipam": _ADDRESSES}]}
 _KUBELET = """
 apiVersion: kubelet.config.k8s.io/v1beta1
 kind: KubeletConfiguration
@@ -66,13 +72,31 @@ authorization: {mode: AlwaysAllow}
 # The disk is the machine's: how full it is is not the node's business.
 evictionHard: {memory.available: 1Mi, nodefs.available: "0%", imagefs.available: "0%", nodefs.inodesFree: "0%"}
 imageGCHighThresholdPercent: 100
+# A Secret that changed is in its pods after a few seconds and not after a minute.
+syncFrequency: 5s
+"""
+
+# Run in a pod, as its account: which paths of the API answer with what.
+_ASK = """
+import json, os, ssl, sys, urllib.error, urllib.request
+where = "/var/run/secrets/kubernetes.io/serviceaccount"
+context = ssl.create_default_context(cafile=f"{where}/ca.crt")
+headers = {"Authorization": "Bearer " + open(f"{where}/token").read()}
+found = {}
+for path in sys.argv[1:]:
+    asked = urllib.request.Request(f"https://{os.environ['KUBERNETES_SERVICE_HOST']}{path}", headers=headers)
+    try:
+        found[path] = urllib.request.urlopen(asked, context=context).status
+    except urllib.error.HTTPError as error:
+        found[path] = error.code
+print(json.dumps(found))
 """
 
 # No pod here asks for a name, so that it does not matter that nobody answers.
 _FILES = {
     "containerd.toml": _CONTAINERD,
     "kubelet.yaml": _KUBELET,
-    "cni/none.conflist": _NETWORKS,
+    "cni/pods.conflist": json.dumps(_NETWORKS),
     "hosts": "127.0.0.1 localhost\n",
     "resolv.conf": f"nameserver {GATEWAY}\n",
 }
@@ -97,11 +121,18 @@ def node_prefix() -> Path:
     return found
 
 
-def images(*targets: str) -> dict[str, Path]:
-    """Return the archives of the images of daemonset/Dockerfile, built when they are not there yet."""
+def images(*targets: str) -> list[Path]:
+    """Return the archives of images of daemonset/Dockerfile. All are built at once, by steps that they share."""
     where = cache_directory() / "images"
-    done = run(_SCRIPTS / "build-images", node_prefix(), where, *targets)
-    return dict(zip(targets, map(Path, done.stdout.split()), strict=True))
+    done = run(_SCRIPTS / "build-images", node_prefix(), where, *TARGETS)
+    built = dict(zip(TARGETS, map(Path, done.stdout.split()), strict=True))
+    return [built[each] for each in targets]
+
+
+def is_well(pod: dict[str, Any]) -> bool:
+    """Whether a pod is ready, and does not leave."""
+    conditions = {each["type"]: each["status"] for each in pod["status"].get("conditions", ())}
+    return conditions.get("Ready") == "True" and "deletionTimestamp" not in pod["metadata"]
 
 
 class _NodeCluster(Cluster):
@@ -172,10 +203,21 @@ class Node:
         done = run(tool("kubectl"), "--kubeconfig", self.cluster.admin_kubeconfig, *words, stdin=stdin, check=check)
         return done.stdout if done.returncode == 0 else ""
 
+    def answers(self, namespace: str, pod: str, *paths: str) -> dict[str, int]:
+        """Return with what the API answers a pod's account that asks for these paths."""
+        said = self.kubectl("--namespace", namespace, "exec", pod, "--", "python3", "-c", _ASK, *paths)
+        found: dict[str, int] = json.loads(said)
+        return found
+
     def logs(self) -> str:
         """Return the last words of each of the node's programs."""
         files = sorted([*(self.directory / "node").glob("*.log"), *(self.directory / "cluster").glob("*.log")])
         return "\n".join(f"{file.stem}: {file.read_text(errors='replace')[-1500:]}" for file in files)
+
+    def pods(self, namespace: str, labels: str) -> list[dict[str, Any]]:
+        """Return the pods that have these labels."""
+        path = f"/api/v1/namespaces/{namespace}/pods?labelSelector={quote(labels)}"
+        return list(self.cluster.ask("GET", path)["items"])
 
     def is_ready(self) -> bool:
         """Whether pods are started here."""

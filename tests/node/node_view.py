@@ -7,12 +7,12 @@ import re
 import socket
 import struct
 import urllib.request
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manifest_tools import DAEMONSET, ROOT, run, tool
-from node_rig import ADDRESS, DEVICE, GATEWAY, NAME, Node, until
+from node_rig import ADDRESS, DEVICE, GATEWAY, NAME, Node, is_well, until
 
 from kura_shaper.clock import SystemClock
 from kura_shaper.kernel.client import TcClient
@@ -22,22 +22,14 @@ from kura_shaper.tree.model import Handle
 from kura_shaper.tree.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from kura_shaper.units import Rate
 
 AGENT = "daemonset/kura-shaper-us-east"
-_TC_GROUP, _TC_MESSAGES = 0x8, range(36, 48)
 
 
-def pods(node: Node, labels: str = "app.kubernetes.io/component=agent") -> list[dict[str, Any]]:
-    found = node.cluster.ask("GET", f"/api/v1/namespaces/kura-shaper/pods?labelSelector={labels.replace('=', '%3D')}")
-    return list(found["items"])
-
-
-def is_well(pod: dict[str, Any]) -> bool:
-    conditions = {each["type"]: each["status"] for each in pod["status"].get("conditions", ())}
-    return conditions.get("Ready") == "True" and "deletionTimestamp" not in pod["metadata"]
+def pods(node: Node) -> list[dict[str, Any]]:
+    """Return the agent's pods."""
+    return node.pods("kura-shaper", "app.kubernetes.io/component=agent")
 
 
 def the_one_pod(node: Node, *, other_than: str = "") -> str:
@@ -81,41 +73,20 @@ def metric(name: str) -> float:
     return float(value)
 
 
-def shown(words: str) -> str:
-    """Return the command of daemonset/README.md that has these words, for this node and its agent."""
-    blocks = re.findall(r"```console\n(.+?)```", (DAEMONSET / "README.md").read_text(), re.DOTALL)
+def shown(words: str, page: Path = DAEMONSET / "README.md") -> str:
+    """Return the command of a page that has these words, for this node and its agent."""
+    blocks = re.findall(r"```console\n(.+?)```", page.read_text(), re.DOTALL)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     (command,) = (line for line in lines if words in line)
     return str(command).replace("NODE", NAME).replace("DEVICE", DEVICE).replace(" POD ", f" {AGENT} ")
 
 
-def typed(node: Node, command: str) -> str:
-    """Return what a command says that somebody types in the tree."""
+def typed(node: Node, command: str, where: Path = ROOT) -> str:
+    """Return what a command says that somebody types in the tree, or elsewhere."""
     path = f"{Path(tool('kubectl')).parent}:{os.environ['PATH']}"
     environment = (f"PATH={path}", f"KUBECONFIG={node.cluster.admin_kubeconfig}")
-    said: str = run("env", *environment, "sh", "-c", f"cd {ROOT}\n{command}").stdout
+    said: str = run("env", *environment, "sh", "-c", f"cd {where}\n{command}").stdout
     return said
-
-
-@contextmanager
-def hearing() -> Iterator[Callable[[], int]]:
-    """Count what changes traffic control on the device, whoever does it."""
-    count, ifindex = 0, socket.if_nametoindex(DEVICE)
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as listening:
-        listening.bind((0, _TC_GROUP))
-        listening.setblocking(False)
-
-        def heard() -> int:
-            nonlocal count
-            with suppress(BlockingIOError):
-                while data := listening.recv(65_536):
-                    while data:
-                        length, kind, _, _, _, _, its_ifindex = struct.unpack_from("=IHHIIIi", data)
-                        count += kind in _TC_MESSAGES and its_ifindex == ifindex
-                        data = data[(length + 3) & ~3 :]
-            return count
-
-        yield heard
 
 
 def send(class_id: int, *, count: int = 20) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 sys.path += [str(Path(__file__).parents[1] / each) for each in ("kube", "manifests")]
 
-from node_rig import images
+from node_rig import TARGETS, images
 
 import kura_shaper
 
@@ -24,13 +24,12 @@ if TYPE_CHECKING:
 # Building takes both processors.
 pytestmark = [pytest.mark.privileged, pytest.mark.slow, pytest.mark.traffic]
 
-TARGETS = ("agent", "agent-bcc", "gateway")
 
-
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(scope="module", params=TARGETS[:-1])
 def image(request: pytest.FixtureRequest) -> Iterator[tuple[str, tarfile.TarFile]]:
     """Return an image's target and its archive."""
-    with closing(tarfile.open(images(*TARGETS, "debian")[request.param])) as archive:
+    (path,) = images(request.param)
+    with closing(tarfile.open(path)) as archive:
         yield request.param, archive
 
 
@@ -51,8 +50,9 @@ def test_it_says_what_it_is_and_how_it_runs(image: tuple[str, tarfile.TarFile]) 
         assert not config.get("Entrypoint")
         assert config["Cmd"][0] == "haproxy"
     else:
-        assert (config["Entrypoint"], config["Cmd"][0]) == (["kura-shaper"], "agent")
-    assert config.get("User", "") == ("65532:65532" if target == "agent" else "")
+        command = "event-broker" if target == "event-broker" else "agent"
+        assert (config["Entrypoint"], config["Cmd"][0]) == (["kura-shaper"], command)
+    assert config.get("User", "") == ("65532:65532" if target in ("agent", "event-broker") else "")
     assert config["StopSignal"] == "SIGTERM"
 
 

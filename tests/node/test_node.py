@@ -15,17 +15,16 @@ import pytest
 import trustme
 import yaml
 
-sys.path += [str(Path(__file__).parents[1] / each) for each in ("kube", "manifests")]
+sys.path += [str(Path(__file__).parents[1] / each) for each in ("kernel", "kube", "manifests")]
 
+from kernel_events import hearing
 from kube_rig import CEILING, INSTANCES, kura_instance
 from manifest_tools import DAEMONSET, ROOT, containers, kustomized, manifests, run, the, tool
-from node_rig import ADDRESS, DEVICE, NAME, Node, images, node_prefix, running_node, until
+from node_rig import ADDRESS, DEVICE, NAME, Node, images, is_well, node_prefix, running_node, until
 from node_view import (
     AGENT,
     asked,
     ceiling,
-    hearing,
-    is_well,
     metric,
     metric_or_none,
     pods,
@@ -52,31 +51,13 @@ OVERLAY = "overlays/canary"
 ACME, BETA = 0x2A7, 0x2A8
 
 
-# Run in the agent's pod, as its account: which paths of the API answer with what.
-ASK = """
-import json, os, ssl, urllib.error, urllib.request
-where = "/var/run/secrets/kubernetes.io/serviceaccount"
-context = ssl.create_default_context(cafile=f"{where}/ca.crt")
-headers = {"Authorization": "Bearer " + open(f"{where}/token").read()}
-found = {}
-for path in ("/apis/kura.tuist.dev/v1alpha1/namespaces/kura/kurainstances", "/api/v1/nodes", "/api/v1/secrets",
-             "/api/v1/namespaces/kura-shaper/secrets", "/api/v1/namespaces/kura/pods"):
-    asked = urllib.request.Request(f"https://{os.environ['KUBERNETES_SERVICE_HOST']}{path}", headers=headers)
-    try:
-        found[path] = urllib.request.urlopen(asked, context=context).status
-    except urllib.error.HTTPError as error:
-        found[path] = error.code
-print(json.dumps(found))
-"""
-
-
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     """Return a node of the pool us-east, with two tenants in its region and the overlay `canary` as it is."""
     directory = tmp_path_factory.mktemp("node")
     built = images("agent", "agent-bcc", "gateway", "debian")
     pause = write_pause_image(directory / "pause.tar", node_prefix() / "root" / "usr" / "bin" / "busybox")
-    with running_node(directory, pause, *built.values()) as made:
+    with running_node(directory, pause, *built) as made:
         definitions = str(ROOT / "tests" / "manifests" / "definitions.yaml")
         made.kubectl("apply", "--filename", definitions)
         made.kubectl("wait", "--for=condition=Established", "--timeout=30s", "--filename", definitions)
@@ -131,15 +112,17 @@ def test_nothing_is_left_pinned_by_finding_out_what_the_kernel_can(node: Node) -
 
 
 def test_the_account_reads_what_it_should_and_no_secret(node: Node) -> None:
-    said = node.kubectl("--namespace=kura-shaper", "exec", AGENT, "--", "python3", "-c", ASK)
-    assert list(json.loads(said).values()) == [200, 200, 403, 403, 403]
+    may = (INSTANCES, "/api/v1/nodes")
+    may_not = ("/api/v1/secrets", "/api/v1/namespaces/kura-shaper/secrets", "/api/v1/namespaces/kura/pods")
+    found = node.answers("kura-shaper", AGENT, *may, *may_not)
+    assert found == dict.fromkeys(may, 200) | dict.fromkeys(may_not, 403)
     (pod,) = pods(node)
     assert [each for each in pod["spec"]["volumes"] if "projected" in each], "the token is one that is renewed"
 
 
 def test_a_changed_instance_changes_its_class(node: Node) -> None:
     before = tree()
-    with hearing() as heard:
+    with hearing(DEVICE) as heard:
         for text in ("700M", "1500M"):
             node.cluster.patch(f"{INSTANCES}/kura-acme", {"spec": {"podAnnotations": {CEILING: text}}})
             wanted = Rate.parse(text)
@@ -171,7 +154,7 @@ def untouched(node: Node, change: Callable[[], object]) -> None:
     name = the_one_pod(node)
     send(ACME)
     before = tree()
-    with hearing() as heard:
+    with hearing(DEVICE) as heard:
         change()
         the_one_pod(node, other_than=name)
         until(lambda: '"in step"' in asked("/statusz"))

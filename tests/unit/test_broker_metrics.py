@@ -22,7 +22,7 @@ from kura_shaper.broker.service import View
 from kura_shaper.clock import FakeClock
 
 PROMISED = """
-refusals_total streams_closed_total streams_opened_total streams_open streams_opening
+refusals_total streams_closed_total streams_opened_total streams_open streams_opening streams_limit
 stream_open_seconds_bucket bytes_total buffered_bytes buffer_high_water_bytes sessions_total session_up
 session_age_seconds session_ends_total reconnect_delay_seconds reconnects_total errors_total terminal_error
 heartbeats_total router_silence_seconds frames_ignored_total metadata_skipped_total metadata_resources
