@@ -222,22 +222,80 @@ async def test_a_kubeconfig_that_can_not_be_used_is_said_to_be(tmp_path: Path, c
 async def test_several_kubeconfigs_are_laid_over_each_other(tmp_path: Path) -> None:
     paths = os.pathsep.join((str(tmp_path / "none"), str(kubeconfig(tmp_path / "config", "http://127.0.0.1:1"))))
     access = Access(clock=FakeAsyncClock(), environ={"KUBECONFIG": paths})
-    assert (await access.configuration()).host == "http://127.0.0.1:1"
+    assert (await access.login()).host == "http://127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"token": None}, "No such file"),
+        ({"token": b" \n"}, "its token is empty"),
+        ({"token": b"\xff"}, "decode"),
+        ({"ca.crt": None}, "No such file"),
+        ({"ca.crt": b""}, "its ca.crt is empty"),
+        ({"KUBERNETES_SERVICE_PORT": b""}, "KUBERNETES_SERVICE_PORT is not set"),
+    ],
+)
+@in_a_loop
+async def test_a_pod_that_lacks_something_is_said_to(tmp_path: Path, wrong: dict[str, bytes | None], said: str) -> None:
+    for name, content in ({"token": b"one", "ca.crt": b"pem"} | wrong).items():
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+    environ = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "443"}
+    environ |= {name: "" for name in wrong if name in environ}
+    access = Access(clock=FakeAsyncClock(), environ=environ, service_account=tmp_path)
+    with pytest.raises(ApiError, match=rf"the service account can't be used: [^\n]*{said}[^\n]*$"):
+        await access.login()
 
 
 @in_a_loop
-async def test_a_pod_without_a_token_is_said_to_be_one(tmp_path: Path) -> None:
-    environ = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "443"}
-    access = Access(clock=FakeAsyncClock(), environ=environ, service_account=tmp_path)
-    with pytest.raises(ApiError, match="the service account can't be used"):
-        await access.configuration()
+async def test_a_pods_certificates_that_are_none_are_said_to_be(tmp_path: Path) -> None:
+    for name in ("token", "ca.crt"):
+        (tmp_path / name).write_text("x")
+    environ = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": "1"}
+    async with HttpApi(Access(clock=FakeAsyncClock(), environ=environ, service_account=tmp_path)) as api:
+        with pytest.raises(ApiError, match="can't be reached"):
+            await read(api)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("10.0.0.1", "https://10.0.0.1:443"),
+        ("fd00::1", "https://[fd00::1]:443"),
+        ("kubernetes.default.svc", "https://kubernetes.default.svc:443"),
+    ],
+)
+@in_a_loop
+async def test_where_a_pods_api_server_is(tmp_path: Path, host: str, url: str) -> None:
+    for name in ("token", "ca.crt"):
+        (tmp_path / name).write_text("x")
+    environ = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": "443"}
+    assert (await Access(clock=FakeAsyncClock(), environ=environ, service_account=tmp_path).login()).host == url
+
+
+def test_a_pod_does_not_pay_for_the_client(tmp_path: Path) -> None:
+    for name in ("token", "ca.crt"):
+        (tmp_path / name).write_text("x")
+    program = """
+import asyncio, pathlib, sys
+from kura_shaper.tenants.kubernetes.access import Access
+from kura_shaper.tenants.kubernetes.pace import SystemAsyncClock
+environ = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "443"}
+access = Access(clock=SystemAsyncClock(), environ=environ, service_account=pathlib.Path(sys.argv[1]))
+found = asyncio.run(access.login())
+found.certificates
+print(found.host, "kubernetes" in sys.modules)
+"""
+    ended = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=True)
+    assert ended.stdout == "https://10.0.0.1:443 False\n"
 
 
 @in_a_loop
 async def test_without_the_client_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kubernetes.aio.client", None)
     with pytest.raises(ApiError, match=r"kura-shaper\[kubernetes\]"):
-        await Access(clock=FakeAsyncClock()).configuration()
+        await Access(clock=FakeAsyncClock()).login()
 
 
 def test_a_command_without_a_cluster_does_not_pay_for_the_client() -> None:

@@ -1,10 +1,7 @@
-"""The API server over HTTP: where it is and who we are, as the cluster or a kubeconfig says.
+"""The API server over HTTP.
 
-What a pod or a kubeconfig says is read by the official client, which knows every way to
-log in. It is asked anew for each request, since a pod's token is good for an hour and its
-file is replaced before. The requests themselves are plain aiohttp.
-
-The client takes half a second to import, so it is imported when it is first needed.
+Who we are is asked anew for each request, since a pod's token is good for an hour and its file is replaced before.
+The requests are plain aiohttp, which takes its time to import, so it is imported when it is first needed.
 """
 
 from __future__ import annotations
@@ -12,9 +9,10 @@ from __future__ import annotations
 import os
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kura_shaper import __version__
+from kura_shaper.tenants.kubernetes import login
 from kura_shaper.tenants.kubernetes.wire import ApiError
 
 if TYPE_CHECKING:
@@ -23,10 +21,10 @@ if TYPE_CHECKING:
 
     import aiohttp
 
+    from kura_shaper.tenants.kubernetes.login import Login
     from kura_shaper.tenants.kubernetes.pace import AsyncClock
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-_IN_CLUSTER = "KUBERNETES_SERVICE_HOST"
 _CONNECT_S = 10
 # One object is a line of a watch, and etcd keeps none above 1.5 MB; aiohttp takes twice this.
 _LINE_BYTES = 2 << 20
@@ -51,16 +49,16 @@ class Access:
         """A kubeconfig that is given counts; else the pod that this runs in, else the kubeconfig of the user."""
         self._kubeconfig, self._clock, self._environ = kubeconfig, clock, environ
         self._service_account = service_account
-        self._known: Any = None
+        self._known: Login | None = None
         self._known_at_ns = 0
 
     @property
     def is_in_cluster(self) -> bool:
         """Whether a pod's service account is used."""
-        return self._kubeconfig is None and bool(self._environ.get(_IN_CLUSTER))
+        return self._kubeconfig is None and bool(self._environ.get(login.HOST))
 
-    async def configuration(self) -> Any:
-        """Return the client's configuration as it is now. Raises ApiError where there is none."""
+    async def login(self) -> Login:
+        """Return where the API server is and who we are, as it is now. Raises ApiError where that is not known."""
         age_ns = self._clock.now_ns() - self._known_at_ns
         if self._known is None or self.is_in_cluster or age_ns >= _KUBECONFIG_GOOD_NS:
             self._known = await self._load()
@@ -71,32 +69,11 @@ class Access:
         """Read everything anew the next time: it was refused."""
         self._known = None
 
-    async def _load(self) -> Any:
-        try:
-            from kubernetes.aio.client import Configuration
-            from kubernetes.aio.config import ConfigException, load_kube_config
-            from kubernetes.aio.config.incluster_config import InClusterConfigLoader
-            from yaml import YAMLError
-        except ImportError as error:
-            raise ApiError(
-                "the Kubernetes client is not installed", remedy="install kura-shaper[kubernetes]"
-            ) from error
-        found = Configuration()
-        try:
-            if self.is_in_cluster:
-                token, certificate = self._service_account / "token", self._service_account / "ca.crt"
-                InClusterConfigLoader(str(token), str(certificate), environ=self._environ).load_and_set(found)
-            else:
-                path = str(self._kubeconfig or self._environ.get("KUBECONFIG") or _USERS_KUBECONFIG.expanduser())
-                if os.pathsep not in path:
-                    Path(path).stat()  # the client only logs that there is none
-                await load_kube_config(path, client_configuration=found, persist_config=False)
-        # A kubeconfig that is not of the shape that is expected fails in every way there is.
-        except (ConfigException, YAMLError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            where = "the service account" if self.is_in_cluster else self._kubeconfig or "the kubeconfig"
-            words = " ".join(str(error).split())
-            raise ApiError(f"{where} can't be used: {words}", remedy="give --kubeconfig, or run in a pod") from error
-        return found
+    async def _load(self) -> Login:
+        if self.is_in_cluster:
+            return login.of_pod(self._environ, self._service_account)
+        path = str(self._kubeconfig or self._environ.get("KUBECONFIG") or _USERS_KUBECONFIG.expanduser())
+        return await login.of_kubeconfig(path, name=self._kubeconfig or "the kubeconfig")
 
 
 @contextmanager
@@ -161,19 +138,19 @@ class HttpApi:
         """See wire.Api."""
         import aiohttp
 
-        configuration = await self._access.configuration()
-        session = self._session(configuration)
+        found = await self._access.login()
+        session = self._session(found)
         headers = {"Accept": "application/json", "User-Agent": f"kura-shaper/{__version__}"}
-        if token := await configuration.get_api_key_with_prefix("BearerToken"):
-            headers["Authorization"] = token.strip()
+        if authorization := await found.authorization():
+            headers["Authorization"] = authorization
         with _mapped():
             response = await session.get(
-                configuration.host + path,
+                found.host + path,
                 params=query,
                 headers=headers,
                 allow_redirects=False,
-                proxy=configuration.proxy,
-                server_hostname=configuration.tls_server_name,
+                proxy=found.proxy,
+                server_hostname=found.tls_server_name,
                 timeout=aiohttp.ClientTimeout(total=total_s, sock_connect=_CONNECT_S, sock_read=idle_s),
             )
         async with response:
@@ -181,18 +158,14 @@ class HttpApi:
                 self._access.forget()
             yield _HttpAnswer(response)
 
-    def _session(self, configuration: Any) -> aiohttp.ClientSession:
-        """Return a session with the certificates of the configuration, which are replaced now and then."""
+    def _session(self, found: Login) -> aiohttp.ClientSession:
+        """Return a session with the certificates of a login, which are replaced now and then."""
         import aiohttp
-        from kubernetes.aio.client.rest import RESTClientObject
 
         with _mapped():
-            files = (configuration.ssl_ca_cert, configuration.cert_file, configuration.key_file)
-            certificates = tuple(Path(file).read_bytes() for file in files if file)
+            certificates = tuple(file.read_bytes() for file in found.certificates)
             if not self._sessions or certificates != self._certificates:
-                # It makes no connection until it is used, and it is not.
-                trusted = RESTClientObject(configuration).ssl_context
-                connector = aiohttp.TCPConnector(ssl=trusted, limit=8)
+                connector = aiohttp.TCPConnector(ssl=found.context(), limit=8)
                 self._sessions.append(aiohttp.ClientSession(connector=connector, read_bufsize=_LINE_BYTES))
                 self._certificates = certificates
         return self._sessions[-1]
