@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kura_shaper.broker.dial import require_mark
 from kura_shaper.broker.directory import MetadataDirectory
 from kura_shaper.broker.health import BrokerHealth
+from kura_shaper.broker.memory import share_one_arena
 from kura_shaper.broker.metrics import BrokerMetrics
 from kura_shaper.broker.process import SIGNALS, problems_with, stop_by_signals
 from kura_shaper.broker.service import Broker, OnTerminal
@@ -58,6 +59,7 @@ def run_broker(
     on_terminal: OnTerminal,
 ) -> None:
     """Run a broker until a signal. Raises UsageError, MarkRefusedError, and with GIVE_UP RefusedError."""
+    share_one_arena()
     _require_descriptors(settings.max_streams + _DESCRIPTORS)
     require_mark(settings.so_mark)
     if not settings.allowed_cidrs:

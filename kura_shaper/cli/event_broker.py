@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kura_shaper.cli import show
+from kura_shaper.cli import stdout
 from kura_shaper.errors import UsageError
 from kura_shaper.log import LogFormat, LogLevel, configure
 
@@ -67,12 +67,12 @@ def event_broker(
 def say_checked(config: Path, problems: tuple[str, ...], *, as_json: bool) -> None:
     """Print what a check of settings found, and leave with 2 when it found anything."""
     if as_json:
-        show.print_json({"valid": not problems, "problems": list(problems)})
+        stdout.print_json({"valid": not problems, "problems": list(problems)})
     else:
         for problem in problems:
             typer.echo(problem, err=True)
         if not problems:
-            show.say(f"{config}: fine")
+            stdout.say(f"{config}: fine")
     if problems:
         raise typer.Exit(UsageError.exit_code)
 

@@ -445,7 +445,8 @@ class Peer(asyncio.Protocol):
         if self.script.answers_streams:
             claim = self.session.claim(stream_id)
             status = self.script.stream_status or claim.value
-            self._answer(stream, status, self.script.stream_body)
+            with suppress(h2.exceptions.ProtocolError):  # reset in the same read
+                self._answer(stream, status, self.script.stream_body)
 
     def _answer(self, stream: DataStream, status: int, body: bytes) -> None:
         if status == 200 and not self.script.answers_streams:

@@ -1,38 +1,39 @@
 """The API server over HTTP.
 
 Who we are is asked anew for each request, since a pod's token is good for an hour and its file is replaced before.
-The requests are plain aiohttp, which takes its time to import, so it is imported when it is first needed.
+With a kubeconfig the requests are aiohttp's, which knows proxies and takes its time to import: only then.
 """
 
 from __future__ import annotations
 
 import os
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kura_shaper import __version__
-from kura_shaper.tenants.kubernetes import login
-from kura_shaper.tenants.kubernetes.wire import ApiError
+from kura_shaper.tenants.kubernetes import login, plain
+from kura_shaper.tenants.kubernetes.login import PodLogin
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping
+    import ssl
+    from collections.abc import AsyncIterator, Mapping
+    from contextlib import AbstractAsyncContextManager, AbstractContextManager
     from types import TracebackType
 
     import aiohttp
 
     from kura_shaper.tenants.kubernetes.login import Login
     from kura_shaper.tenants.kubernetes.pace import AsyncClock
+    from kura_shaper.tenants.kubernetes.wire import Answer
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-_CONNECT_S = 10
 # One object is a line of a watch, and etcd keeps none above 1.5 MB; aiohttp takes twice this.
 _LINE_BYTES = 2 << 20
 # A kubeconfig may start a program to log in, which is not done for each page of a list.
 _KUBECONFIG_GOOD_NS = 60_000_000_000
 _USERS_KUBECONFIG = Path("~/.kube/config")
 _UNAUTHORIZED = 401
-_SHOWN_CHARACTERS = 300
 
 
 class Access:
@@ -76,18 +77,13 @@ class Access:
         return await login.of_kubeconfig(path, name=self._kubeconfig or "the kubeconfig")
 
 
-@contextmanager
-def _mapped() -> Iterator[None]:
-    """Turn everything that a connection may end by into one error."""
+def _mapped() -> AbstractContextManager[None]:
+    """Turn everything that a connection of aiohttp may end by into one error."""
     import aiohttp
     from aiohttp.http import HttpProcessingError
 
-    try:
-        yield
     # A line that is too long is a ValueError or, in newer versions, an error of its own.
-    except (aiohttp.ClientError, HttpProcessingError, OSError, ValueError) as error:
-        words = " ".join(str(error).split())[:_SHOWN_CHARACTERS] or type(error).__name__
-        raise ApiError(f"the API server can't be reached: {words}") from error
+    return plain.unreached(aiohttp.ClientError, HttpProcessingError)
 
 
 class _HttpAnswer:
@@ -100,8 +96,7 @@ class _HttpAnswer:
 
     @property
     def retry_after_ns(self) -> int:
-        seconds = self._response.headers.get("Retry-After", "")
-        return int(seconds) * 1_000_000_000 if seconds.isdecimal() and len(seconds) <= 2 else 0
+        return plain.retry_after_ns(self._response.headers.get("Retry-After", ""))
 
     async def body(self) -> bytes:
         with _mapped():
@@ -121,6 +116,7 @@ class HttpApi:
         # The last one is in use. Others may still have a watch, so they are closed at the end.
         self._sessions: list[aiohttp.ClientSession] = []
         self._certificates: tuple[bytes, ...] = ()
+        self._context: ssl.SSLContext | None = None
 
     async def __aenter__(self) -> HttpApi:
         return self
@@ -134,15 +130,30 @@ class HttpApi:
     @asynccontextmanager
     async def get(
         self, path: str, query: Mapping[str, str], *, idle_s: float, total_s: float | None = None
-    ) -> AsyncIterator[_HttpAnswer]:
+    ) -> AsyncIterator[Answer]:
         """See wire.Api."""
+        found = await self._access.login()
+        opened: AbstractAsyncContextManager[Answer]
+        if isinstance(found, PodLogin):
+            opened = plain.get(found, path, query, context=self._trusted(found), idle_s=idle_s, total_s=total_s)
+        else:
+            opened = self._get(found, path, query, idle_s=idle_s, total_s=total_s)
+        async with opened as answer:
+            if answer.status == _UNAUTHORIZED:
+                self._access.forget()
+            yield answer
+
+    @asynccontextmanager
+    async def _get(
+        self, found: Login, path: str, query: Mapping[str, str], *, idle_s: float, total_s: float | None
+    ) -> AsyncIterator[_HttpAnswer]:
         import aiohttp
 
-        found = await self._access.login()
         session = self._session(found)
         headers = {"Accept": "application/json", "User-Agent": f"kura-shaper/{__version__}"}
         if authorization := await found.authorization():
             headers["Authorization"] = authorization
+        timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=plain.CONNECT_WITHIN_S, sock_read=idle_s)
         with _mapped():
             response = await session.get(
                 found.host + path,
@@ -151,21 +162,25 @@ class HttpApi:
                 allow_redirects=False,
                 proxy=found.proxy,
                 server_hostname=found.tls_server_name,
-                timeout=aiohttp.ClientTimeout(total=total_s, sock_connect=_CONNECT_S, sock_read=idle_s),
+                timeout=timeout,
             )
         async with response:
-            if response.status == _UNAUTHORIZED:
-                self._access.forget()
             yield _HttpAnswer(response)
 
+    def _trusted(self, found: Login) -> ssl.SSLContext:
+        """Return the context of a login, made anew when its certificates were replaced."""
+        with plain.unreached():
+            certificates = tuple(file.read_bytes() for file in found.certificates)
+            if self._context is None or certificates != self._certificates:
+                self._context, self._certificates = found.context(), certificates
+        return self._context
+
     def _session(self, found: Login) -> aiohttp.ClientSession:
-        """Return a session with the certificates of a login, which are replaced now and then."""
+        """Return a session with the certificates of a login."""
         import aiohttp
 
-        with _mapped():
-            certificates = tuple(file.read_bytes() for file in found.certificates)
-            if not self._sessions or certificates != self._certificates:
-                connector = aiohttp.TCPConnector(ssl=found.context(), limit=8)
-                self._sessions.append(aiohttp.ClientSession(connector=connector, read_bufsize=_LINE_BYTES))
-                self._certificates = certificates
+        before, context = self._context, self._trusted(found)
+        if not self._sessions or context is not before:
+            connector = aiohttp.TCPConnector(ssl=context, limit=8)
+            self._sessions.append(aiohttp.ClientSession(connector=connector, read_bufsize=_LINE_BYTES))
         return self._sessions[-1]

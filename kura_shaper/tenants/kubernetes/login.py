@@ -114,14 +114,13 @@ def of_pod(environ: Mapping[str, str], service_account: Path) -> PodLogin:
         token, ca_bytes = (service_account / "token").read_text().strip(), ca.stat().st_size
     except (OSError, ValueError) as error:
         raise _unusable("the service account", error) from error
-    missing = {
-        f"{HOST} or {PORT} is not set": host and port,
-        "its token is empty": token,
-        "its ca.crt is empty": ca_bytes,
-    }
-    for words, is_there in missing.items():
-        if not is_there:
-            raise _unusable("the service account", words)
+    missing = (
+        ("" if host and port else f"{HOST} or {PORT} is not set")
+        or ("" if token else "its token is empty")
+        or ("" if ca_bytes else "its ca.crt is empty")
+    )
+    if missing:
+        raise _unusable("the service account", missing)
     bracketed = f"[{host}]" if ":" in host or "%" in host else host
     return PodLogin(f"https://{bracketed}:{port}", token, ca)
 
