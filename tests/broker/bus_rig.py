@@ -14,7 +14,7 @@ import ssl
 import tempfile
 import threading
 import time
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -49,6 +49,7 @@ from kura_shaper.broker.settings import BrokerSettings, BusUrl
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
+    from contextlib import AbstractAsyncContextManager
 
 P = ParamSpec("P")
 
@@ -716,34 +717,36 @@ async def running(
     lookup: Callable[..., list[Any]] = socket.getaddrinfo,
     context: ssl.SSLContext | None = None,
     on_terminal: OnTerminal = OnTerminal.STAY_AWAY,
+    through: Callable[[int], AbstractAsyncContextManager[int]] = nullcontext,
     **changes: Any,
 ) -> AsyncIterator[Rig]:
-    """Run a broker with a router until the test is over; nothing is left then."""
+    """Run a broker with a router until the test is over; nothing is left then. Between both is what `through` makes."""
     router = RouterRig(script)
     faults: list[Any] = []
     loop().set_exception_handler(lambda _, context: faults.append(context))
     await router.start(context=context)
     with tempfile.TemporaryDirectory() as name:
-        told = settings(router.port, Path(name), **changes)
-        directory = FakeDirectory()
-        broker = Broker(
-            told,
-            Credentials(told),
-            directory,
-            random=Random(5),
-            resolver=Resolver(lookup),
-            on_terminal=on_terminal,
-        )
-        rig = Rig(router, directory, broker, asyncio.ensure_future(broker.run()))
-        try:
-            yield rig
-        finally:
-            rig.running.cancel()
-            await asyncio.gather(rig.running, return_exceptions=True)
-            for publisher in rig.publishers:
-                await publisher.stop()
-            await router.stop()
-            assert [str(each) for each in faults] == []
+        async with through(router.port) as port:
+            told = settings(port, Path(name), **changes)
+            directory = FakeDirectory()
+            broker = Broker(
+                told,
+                Credentials(told),
+                directory,
+                random=Random(5),
+                resolver=Resolver(lookup),
+                on_terminal=on_terminal,
+            )
+            rig = Rig(router, directory, broker, asyncio.ensure_future(broker.run()))
+            try:
+                yield rig
+            finally:
+                rig.running.cancel()
+                await asyncio.gather(rig.running, return_exceptions=True)
+                for publisher in rig.publishers:
+                    await publisher.stop()
+                await router.stop()
+                assert [str(each) for each in faults] == []
 
 
 def descriptors() -> int:

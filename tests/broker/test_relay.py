@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import zmq
-from bus_rig import Census, Connection, Peer, Rig, Script, in_a_loop, loop, pause, running, until
+from bus_rig import WIDE, Census, Connection, Peer, Rig, Script, in_a_loop, in_flowing_time, loop, pause, running, until
+from long_way import NARROW_BYTES, RTT_S, delaying, long_way, steady_rate
 
 from kura_shaper.broker.protocol.codes import DrainReason
 from kura_shaper.broker.protocol.frames import StreamClosed
@@ -133,6 +134,20 @@ class _bridge:  # noqa: N801 - used like a function
                 self._writer.write(bytes(received[self._sent :]))
                 self._sent = len(received)
             await pause()
+
+
+@pytest.mark.case("EP17")
+@pytest.mark.slow
+@pytest.mark.traffic
+@in_flowing_time
+async def test_over_a_long_way_the_routers_window_is_the_bound_and_not_the_broker() -> None:
+    async def rate(window_bytes: int) -> float:
+        async with running(long_way(window_bytes), through=delaying) as rig:
+            return await steady_rate(rig)
+
+    narrow, wide = await rate(NARROW_BYTES), await rate(WIDE)
+    assert 0.5 * NARROW_BYTES / RTT_S < narrow < 1.1 * NARROW_BYTES / RTT_S
+    assert wide > 10 * narrow
 
 
 @pytest.mark.case("EB27")

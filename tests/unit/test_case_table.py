@@ -17,7 +17,7 @@ DEMANDED = [
     *(f"F{number}" for number in range(20, 56) if number not in (34, 53, 54)),
     *("G1", "G5", "G6", "G7"),
     *(f"EB{number}" for number in range(1, 53) if number != 29),
-    *(f"EP{number}" for number in range(1, 27) if number not in (11, 13, 17, 21)),
+    *(f"EP{number}" for number in range(1, 27) if number not in (11, 13, 21)),
     *(f"ED{number}" for number in range(1, 22) if number not in (17, 20)),
 ]
 # B, P and D below E are the broker's: what it does, faults of other tunnels, shapes of metadata.
