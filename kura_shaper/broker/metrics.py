@@ -83,6 +83,7 @@ class BrokerMetrics:
         states = [relay.state for relay in tuple(session.relays.values())] if session else []
         opening = sum(state is RelayState.OPENING for state in states)
         yield _gauge("streams_open", "Streams that are open", len(states) - opening)
+        yield _gauge("max_streams", "Streams that may be open or being opened", self._broker.max_streams)
         yield _gauge("streams_opening", "Streams that are being opened", opening)
         times = HistogramMetricFamily(
             f"{PREFIX}stream_open_seconds", "How long the stages of opening a stream took", labels=["stage"]

@@ -24,12 +24,13 @@ from kura_shaper.broker.credentials import CredentialError, Credentials
 from kura_shaper.broker.dial import DialError, connect_any
 from kura_shaper.broker.endings import Reaction, SessionEnd
 from kura_shaper.broker.endpoint import PublisherAddress
+from kura_shaper.broker.failures import FailedDials
 from kura_shaper.broker.http2 import Http2Client
 from kura_shaper.broker.opening import Publishers
 from kura_shaper.broker.protocol.frames import Hello, Software
 from kura_shaper.broker.protocol.limits import MS_NS, SECOND_NS, Limits
 from kura_shaper.broker.protocol.reconnect import Reconnect, Wait
-from kura_shaper.broker.refusals import RefusalLog
+from kura_shaper.broker.refusals import RefusalLog, Targets
 from kura_shaper.broker.resolve import ResolveError, Resolver
 from kura_shaper.broker.security import Advertised, TargetCheck
 from kura_shaper.broker.session import BusSession, SessionParts
@@ -89,13 +90,18 @@ class Broker:
         random: Random,
         resolver: Resolver | None = None,
         on_terminal: OnTerminal = OnTerminal.STAY_AWAY,
+        targets: Targets = Targets.HASHED,
+        start_within_s: float = 0.0,
     ) -> None:
+        """The first dial is made at some time within `start_within_s`, so that a fleet does not come as one."""
         self._settings, self._credentials, self._directory = settings, credentials, directory
         self._random, self._on_terminal = random, on_terminal
         self._loop = asyncio.get_running_loop()
         self.counts, self.view = Counts(), View()
         self._resolver = resolver or Resolver()
-        self._refusals = RefusalLog(self.counts.refusals, now_ns=self.now_ns)
+        self._refusals = RefusalLog(self.counts.refusals, now_ns=self.now_ns, targets=targets)
+        self._failed = FailedDials(now_ns=self.now_ns)
+        self._start_within_s = start_within_s
         self._reconnect = Reconnect(
             least_ns=settings.reconnect_least_ms * MS_NS, most_ns=settings.reconnect_most_ms * MS_NS, random=random
         )
@@ -106,6 +112,12 @@ class Broker:
     def now_ns(self) -> int:
         """The time of the event loop."""
         return int(self._loop.time() * SECOND_NS)
+
+    @property
+    def max_streams(self) -> int:
+        """How many streams are allowed now: by the settings, and by the router of a session."""
+        session = self.view.session
+        return session.protocol.limits.max_streams if session else self._settings.max_streams
 
     def stop(self) -> None:
         """Let streams finish, until the drain's deadline, and end."""
@@ -132,6 +144,8 @@ class Broker:
             return
         self.view.is_synced = True
         log_event(_log, "metadata_synced")
+        if self._start_within_s:
+            await self._unless_stopped(asyncio.sleep(self._random.uniform(0, self._start_within_s)))
         while not self._stopping.is_set():
             end = await self._session()
             if self._stopping.is_set():
@@ -200,7 +214,11 @@ class Broker:
             frozenset(settings.dynamo_namespaces), self._directory, AddressFilter(settings.allowed_cidrs)
         )
         publishers = Publishers(
-            check, self._resolver, settings.upstream_connect_timeout_ms / 1000, so_mark=settings.so_mark
+            check,
+            self._resolver,
+            settings.upstream_connect_timeout_ms / 1000,
+            failed=self._failed,
+            so_mark=settings.so_mark,
         )
         parts = SessionParts(
             hello=Hello(

@@ -198,8 +198,8 @@ class BusSession:
                 self._begin(event)
             case events.SubscribeAsked():
                 self._subscribe(event)
-            case events.SubscribeRefused(code=code):
-                self._parts.refusals.note(code)
+            case events.SubscribeRefused(code=code, endpoint=endpoint):
+                self._parts.refusals.note(code, target=endpoint)
             case events.UnsubscribeAsked(stream_id=stream_id):
                 if relay := self.relays.pop(stream_id, None):
                     relay.end(StreamEnd.UNSUBSCRIBED)
@@ -260,7 +260,7 @@ class BusSession:
         self._forget(relay)
         if self.protocol.refuse(relay.stream_id, refused.code, refused.message):
             self.counts.recent_refusals.append({"endpoint": relay.target.endpoint[:_SHOWN], "code": str(refused.code)})
-            self._parts.refusals.note(refused.code, refused.message)
+            self._parts.refusals.note(refused.code, refused.message, relay.target.endpoint)
         self._say()
         self._leave_if_done()
 

@@ -594,9 +594,9 @@ class Publisher:
         assert self._server
         return f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
-    async def start(self) -> None:
+    async def start(self, *, port: int = 0) -> None:
         """Listen."""
-        self._server = await loop().create_server(lambda: Connection(self), "127.0.0.1", 0)
+        self._server = await loop().create_server(lambda: Connection(self), "127.0.0.1", port)
 
     async def stop(self) -> None:
         """Close everything."""
@@ -717,6 +717,7 @@ async def running(
     lookup: Callable[..., list[Any]] = socket.getaddrinfo,
     context: ssl.SSLContext | None = None,
     on_terminal: OnTerminal = OnTerminal.STAY_AWAY,
+    start_within_s: float = 0.0,
     through: Callable[[int], AbstractAsyncContextManager[int]] = nullcontext,
     **changes: Any,
 ) -> AsyncIterator[Rig]:
@@ -736,6 +737,7 @@ async def running(
                 random=Random(5),
                 resolver=Resolver(lookup),
                 on_terminal=on_terminal,
+                start_within_s=start_within_s,
             )
             rig = Rig(router, directory, broker, asyncio.ensure_future(broker.run()))
             try:

@@ -26,7 +26,7 @@ from dwm import channel, resource
 from kubernetes_rig import served
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
 ROOT = Path(__file__).parents[2]
 
@@ -121,6 +121,7 @@ async def program(
     reach: Reach = by_kubeconfig,
     publisher: Publisher | None = None,
     level: str = "debug",
+    options: Sequence[str] = (),
     **changes: Any,
 ) -> AsyncIterator[Program]:
     """Run the command with a router, an API server and a publisher that is advertised."""
@@ -147,7 +148,7 @@ async def program(
     authority().issue_cert("127.0.0.1").configure_cert(context)
     command = [sys.executable, "-m", "kura_shaper", "--log-level", level, "event-broker"]
     async with served(api, certificate=context) as address:
-        line = reach(directory, [*command, "--config", str(directory / "config.yaml")], address)
+        line = reach(directory, [*command, "--config", str(directory / "config.yaml"), *options], address)
         with (directory / "log").open("wb") as log:
             process = await asyncio.create_subprocess_exec(
                 *line, stdout=log, stderr=log, env=os.environ | {"PYTHONPATH": str(ROOT)}

@@ -547,6 +547,23 @@ def test_a_stop_at_any_other_time_ends_at_once(when: str) -> None:
     check()
 
 
+@in_a_loop
+async def test_the_first_dial_and_no_other_is_at_some_time_within_the_spread_and_a_stop_does_not_wait_for_it() -> None:
+    async with running(start_within_s=60.0) as rig:
+        await until(lambda: rig.broker.view.is_synced)
+        await loop().advance(5)
+        assert dials(rig) == 0
+        await loop().advance(55, step_s=1)
+        (await rig.established()).abort()
+        await rig.again()
+        assert dials(rig) == 2
+    async with running(start_within_s=60.0) as rig:
+        await until(lambda: rig.broker.view.is_synced)
+        rig.broker.stop()
+        await rig.running
+        assert dials(rig) == 0
+
+
 @pytest.mark.case("EP24")
 @in_a_loop
 async def test_a_router_that_never_says_goodbye_is_left_after_two_seconds() -> None:

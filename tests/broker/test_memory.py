@@ -37,8 +37,8 @@ class Flood(Connection):
 class FloodingPublisher(Publisher):
     """Its connections flood, and are forgotten when they are gone."""
 
-    async def start(self) -> None:
-        self._server = await loop().create_server(lambda: Flood(self), "127.0.0.1", 0)
+    async def start(self, *, port: int = 0) -> None:
+        self._server = await loop().create_server(lambda: Flood(self), "127.0.0.1", port)
 
 
 def peak_bytes(run: Program) -> int:

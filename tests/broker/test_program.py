@@ -44,6 +44,9 @@ async def test_a_broker_relays_shows_itself_and_drains_at_a_signal(tmp_path: Pat
         connection.transport.close()
         assert (await peer.closed(stream_id)).code == "upstream_closed"
         assert await run.ended() == 0
+        refused = next(line for line in run.log.splitlines() if "stream_refused" in line)
+        assert "ipc://x" not in refused
+        assert len(json.loads(refused)["target"]) == 12
         said = run.log + "".join(text for _, text in pages.values())
         assert "session_established" in said
         assert TOKEN not in said
@@ -103,6 +106,19 @@ async def test_a_port_that_is_taken_and_a_bad_file_end_with_2(tmp_path: Path) ->
     async with program(tmp_path, max_streams=0) as run:
         assert await run.ended() == 2
         assert "max_streams" in run.log
+
+
+@in_a_loop
+async def test_targets_are_logged_in_clear_and_a_network_of_everything_is_warned_of(tmp_path: Path) -> None:
+    networks = ["0.0.0.0/0", "127.0.0.0/8"]
+    async with program(tmp_path, options=["--log-targets"], allowed_cidrs=networks) as run:
+        peer = await run.router.peer()
+        assert await peer.refusal("ipc://\x1b[2J") == "invalid_target"
+        run.process.send_signal(signal.SIGTERM)
+        assert await run.ended() == 0
+        assert r'"target": "ipc://\u001b[2J"' in run.log
+        assert '"event": "any_address_is_allowed", "network": "0.0.0.0/0"' in run.log
+        assert "127.0.0.0/8" not in run.log
 
 
 @pytest.mark.case("EB41")
