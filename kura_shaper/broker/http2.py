@@ -36,6 +36,7 @@ _HEADER_LIST_BYTES = 16 * KIB
 _DATA_FRAME_BYTES_MAX = 64 * KIB
 WINDOW_RESERVE_BYTES = 16 * KIB
 _INITIAL_WINDOW_BYTES = 65_535
+_PING = b"shaping."
 
 
 class _Connection(h2.connection.H2Connection):
@@ -109,6 +110,8 @@ class Http2Client:
         self._knows_settings = False
         self._is_broken = False
         self._last_stream_id: int | None = None
+        # How many pings were answered.
+        self.pongs = 0
 
     @property
     def is_leaving(self) -> bool:
@@ -160,6 +163,16 @@ class Http2Client:
             self._h2.reset_stream(http_id, h2.errors.ErrorCodes.CANCEL)
         self._give_places()
 
+    def nudge(self, http_id: int) -> None:
+        """Tell an exchange, if it is still there, that there may be more room to send."""
+        if http_id in self._exchanges:
+            self._exchanges[http_id].on_window()
+
+    def ping(self) -> None:
+        """Ask for an answer that every router gives, whatever else it does."""
+        if not self._is_broken:
+            self._h2.ping(_PING)
+
     def break_off(self) -> None:
         """The connection is gone: nothing can be sent any more, and nothing is tried."""
         self._is_broken = True
@@ -207,6 +220,8 @@ class Http2Client:
                 self._exchanges[http_id].on_response(int(status) if status.isdecimal() else 0, headers)
             case h2.events.StreamEnded(stream_id=http_id) if http_id in self._exchanges:
                 self._exchanges[http_id].on_end()
+            case h2.events.PingAckReceived():
+                self.pongs += 1
             case h2.events.StreamReset(stream_id=http_id) if http_id in self._exchanges:
                 self._exchanges.pop(http_id).on_reset("the router reset the stream")
 

@@ -38,14 +38,19 @@ from kura_shaper.errors import RefusedError
 from kura_shaper.log import event as log_event
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
     from random import Random
 
     from kura_shaper.broker.settings import BrokerSettings
 
 _RESOLVE_WITHIN_S, _DIAL_WITHIN_S, _CONNECT_WITHIN_S, _CLOSE_WITHIN_S = 5.0, 10.0, 5.0, 2.0
-_LAG_EVERY_S = 0.5
+_LAG_EVERY_S, _SLEPT_S = 0.5, 1.0
 _log = logging.getLogger("kura_shaper.broker")
+
+
+def time_slept_s() -> float:
+    """Return how long this machine has slept since it was started: what one clock counts of that and the other not."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC)
 
 
 class Directory(Advertised, Protocol):
@@ -92,6 +97,7 @@ class Broker:
         on_terminal: OnTerminal = OnTerminal.STAY_AWAY,
         targets: Targets = Targets.HASHED,
         start_within_s: float = 0.0,
+        slept_s: Callable[[], float] = time_slept_s,
     ) -> None:
         """The first dial is made at some time within `start_within_s`, so that a fleet does not come as one."""
         self._settings, self._credentials, self._directory = settings, credentials, directory
@@ -105,6 +111,7 @@ class Broker:
         self._reconnect = Reconnect(
             least_ns=settings.reconnect_least_ms * MS_NS, most_ns=settings.reconnect_most_ms * MS_NS, random=random
         )
+        self._slept_s = slept_s
         self._stopping = asyncio.Event()
         self._instance_id = secrets.token_hex(16)
         self._used_token = ""
@@ -236,6 +243,8 @@ class Broker:
             counts=self.counts,
             refusals=self._refusals,
             random=self._random,
+            max_stream_rate=settings.max_stream_rate,
+            deauthorise_after_s=None if settings.deauthorise_after_ms is None else settings.deauthorise_after_ms / 1000,
         )
         return BusSession(Http2Client(settings.bus_url.authority, max_streams=settings.max_streams), parts)
 
@@ -311,11 +320,18 @@ class Broker:
             self.counts.terminal_error[code] = int(end.is_terminal and code == end.code)
 
     async def _measure_lag(self) -> None:
+        """Note how late the loop is, and look after the session when the machine has slept: its router may be gone."""
+        slept_s = self._slept_s()
         while True:
             due_s = self._loop.time() + _LAG_EVERY_S
             await asyncio.sleep(_LAG_EVERY_S)
             self.view.turned_s = time.monotonic()
             self.counts.loop_lag_s = max(0.0, self._loop.time() - due_s)
+            before_s, slept_s = slept_s, self._slept_s()
+            if slept_s - before_s > _SLEPT_S:
+                log_event(_log, "slept", seconds=round(slept_s - before_s, 1))
+                if self.view.session is not None:
+                    self.view.session.probe()
 
 
 def _address(host: str, port: int) -> PublisherAddress:

@@ -44,7 +44,7 @@ from kura_shaper.broker.protocol.goaway import encode_goaway
 from kura_shaper.broker.protocol.limits import MEDIA_TYPE, SECOND_NS, SESSION_PATH, STREAMS_PATH
 from kura_shaper.broker.protocol.router_session import Claim, RouterSession
 from kura_shaper.broker.resolve import Resolver
-from kura_shaper.broker.service import Broker, OnTerminal
+from kura_shaper.broker.service import Broker, OnTerminal, time_slept_s
 from kura_shaper.broker.settings import BrokerSettings, BusUrl
 
 if TYPE_CHECKING:
@@ -562,10 +562,15 @@ class FakeDirectory:
         self.known: set[tuple[str, str]] = set()
         self.is_synced = asyncio.Event()
         self.is_synced.set()
+        self.is_current = True
 
     def advertise(self, endpoint: str, namespace: str = NAMESPACE) -> None:
         """Advertise an endpoint."""
         self.known.add((endpoint, namespace))
+
+    def withdraw(self, endpoint: str, namespace: str = NAMESPACE) -> None:
+        """Advertise an endpoint no more."""
+        self.known.discard((endpoint, namespace))
 
     def is_advertised(self, endpoint: str, dynamo_namespace: str) -> bool:
         """See Advertised."""
@@ -718,6 +723,7 @@ async def running(
     context: ssl.SSLContext | None = None,
     on_terminal: OnTerminal = OnTerminal.STAY_AWAY,
     start_within_s: float = 0.0,
+    slept_s: Callable[[], float] = time_slept_s,
     through: Callable[[int], AbstractAsyncContextManager[int]] = nullcontext,
     **changes: Any,
 ) -> AsyncIterator[Rig]:
@@ -738,6 +744,7 @@ async def running(
                 resolver=Resolver(lookup),
                 on_terminal=on_terminal,
                 start_within_s=start_within_s,
+                slept_s=slept_s,
             )
             rig = Rig(router, directory, broker, asyncio.ensure_future(broker.run()))
             try:

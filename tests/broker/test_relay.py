@@ -18,6 +18,7 @@ from long_way import NARROW_BYTES, RTT_S, delaying, long_way, steady_rate
 from kura_shaper.broker.protocol.codes import DrainReason
 from kura_shaper.broker.protocol.frames import StreamClosed
 from kura_shaper.broker.protocol.limits import CHUNK_OVERHEAD_BYTES, KIB, MIB, SESSION_BUFFER_BYTES
+from kura_shaper.units import Rate
 
 if TYPE_CHECKING:
     from kura_shaper.broker.session import BusSession
@@ -134,6 +135,73 @@ class _bridge:  # noqa: N801 - used like a function
                 self._writer.write(bytes(received[self._sent :]))
                 self._sent = len(received)
             await pause()
+
+
+@in_a_loop
+async def test_a_stream_that_is_faster_than_its_rate_overflows_alone_and_its_publisher_is_never_held_back() -> None:
+    rate = Rate(8_000_000)
+    async with running(max_stream_rate=rate) as rig:
+        peer, _, loud, loud_id = await rig.stream()
+        quiet_publisher = await rig.publisher()
+        quiet_id = await peer.opened(quiet_publisher.endpoint)
+        await loud.send(bytes(600 * KIB))
+        # Time stands still, so no more than the burst has left.
+        await until(lambda: len(peer.streams[loud_id].received) > 48 * KIB)
+        await (await quiet_publisher.connection()).send(bytes(10 * KIB))
+        await until(lambda: len(peer.streams[quiet_id].received) == 10 * KIB)
+        await loop().advance(0.1, step_s=0.01)
+        assert 48 * KIB + 80_000 <= len(peer.streams[loud_id].received) <= 64 * KIB + 100_000
+        await loop().advance(1, step_s=0.01)
+        await until(lambda: len(peer.streams[loud_id].received) == 600 * KIB)
+        await loud.send(bytes(16 * MIB))
+        assert (await peer.closed(loud_id)).code == "buffer_overflow"
+        assert list(session_of(rig).relays) == [quiet_id]
+
+
+@in_a_loop
+async def test_the_tail_of_a_stream_with_a_rate_is_sent_in_its_time() -> None:
+    async with running(max_stream_rate=Rate(256_000)) as rig:
+        peer, _, connection, stream_id = await rig.stream()
+        await connection.send(bytes(300 * KIB))
+        connection.transport.close()
+        await loop().advance(12)
+        assert (await peer.closed(stream_id)).code == "upstream_closed"
+        assert len(peer.streams[stream_id].received) == 300 * KIB
+        assert peer.streams[stream_id].ended
+
+
+@in_a_loop
+async def test_a_stream_whose_publisher_left_the_metadata_is_ended_after_a_while_where_that_is_asked_for() -> None:
+    async with running(deauthorise_after_ms=30_000) as rig:
+        peer, publisher, connection, stream_id = await rig.stream()
+        other = await rig.publisher()
+        other_id = await peer.opened(other.endpoint)
+        rig.directory.withdraw(publisher.endpoint)
+        await loop().advance(29, step_s=1)
+        rig.directory.advertise(publisher.endpoint)  # in time
+        await loop().advance(30, step_s=1)
+        rig.directory.withdraw(publisher.endpoint)
+        await loop().advance(10, step_s=1)
+        rig.directory.is_current = False  # nobody knows, for longer than it takes
+        await loop().advance(60, step_s=1)
+        rig.directory.is_current = True
+        await loop().advance(30, step_s=1)
+        assert set(session_of(rig).relays) == {stream_id, other_id}
+        await loop().advance(2, step_s=1)
+        assert (await peer.closed(stream_id)).code == "upstream_closed"
+        await until(lambda: peer.streams[stream_id].reset is not None and connection.lost)
+        assert set(session_of(rig).relays) == {other_id}
+        assert rig.broker.counts.stream_ends["deauthorised"] == 1
+
+
+@in_a_loop
+async def test_by_itself_a_stream_outlives_its_metadata() -> None:
+    async with running() as rig:
+        peer, publisher, connection, stream_id = await rig.stream()
+        rig.directory.withdraw(publisher.endpoint)
+        await loop().advance(3_600, step_s=5)
+        await connection.send(b"x")
+        await until(lambda: len(peer.streams[stream_id].received) == 1)
 
 
 @pytest.mark.case("EP17")
