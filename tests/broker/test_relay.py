@@ -16,7 +16,7 @@ from bus_rig import WIDE, Census, Connection, Peer, Rig, Script, in_a_loop, in_f
 from long_way import NARROW_BYTES, RTT_S, delaying, long_way, steady_rate
 
 from kura_shaper.broker.protocol.codes import DrainReason
-from kura_shaper.broker.protocol.frames import StreamClosed
+from kura_shaper.broker.protocol.frames import StreamClosed, StreamRefused
 from kura_shaper.broker.protocol.limits import CHUNK_OVERHEAD_BYTES, KIB, MIB, SESSION_BUFFER_BYTES
 from kura_shaper.units import Rate
 
@@ -156,6 +156,16 @@ async def test_a_stream_that_is_faster_than_its_rate_overflows_alone_and_its_pub
         await loud.send(bytes(16 * MIB))
         assert (await peer.closed(loud_id)).code == "buffer_overflow"
         assert list(session_of(rig).relays) == [quiet_id]
+
+
+@in_a_loop
+async def test_what_the_session_says_has_no_rate() -> None:
+    async with running(max_stream_rate=Rate(256_000)) as rig:
+        peer = await rig.established()
+        for refused in range(200, 2_001, 200):
+            for _ in range(200):
+                peer.subscribe("ipc://x")
+            await until(lambda refused=refused: len(peer.frames(StreamRefused)) == refused)  # type: ignore[misc]
 
 
 @in_a_loop
