@@ -27,6 +27,7 @@ class StreamEnd(StrEnum):
     ROUTER_CLOSED = "router_closed"
     SESSION_LOST = "session_lost"
     DRAIN_DEADLINE = "drain_deadline"
+    DEAUTHORISED = "deauthorised"
 
 
 class DialOutcome(StrEnum):

@@ -146,6 +146,12 @@ class MetadataDirectory:
                 for resource in each.known.resources.values():
                     yield from zip(resource.publishers, resource.topics, strict=True)
 
+    @property
+    def is_current(self) -> bool:
+        """Whether what is not advertised is known not to be: no namespace is failing, or silent for too long."""
+        late_s = self._timing.watch_most_s + self._timing.idle_margin_s
+        return self._synced.is_set() and not any(each.is_failing for each in self._followers) and self.age_s <= late_s
+
     async def synced(self) -> None:
         """Return when every namespace was listed once."""
         await self._synced.wait()

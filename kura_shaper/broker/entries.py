@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,6 +13,7 @@ from kura_shaper.errors import DocumentError, UsageError
 from kura_shaper.tenants import check
 from kura_shaper.tenants.check import Claims, Mapping, Value
 from kura_shaper.tenants.file import read_document
+from kura_shaper.units import Rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,6 +26,9 @@ _DURATION = re.compile(r"([0-9]{1,7})(ms|s|m)", re.ASCII)
 _DURATION_MS = {"ms": 1, "s": 1_000, "m": 60_000}
 _SIZE = re.compile(r"([0-9]{1,10})(KiB|MiB|)", re.ASCII)
 _SIZE_BYTES = {"": 1, "KiB": KIB, "MiB": MIB}
+_RATE = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)(kbit|Mbit|Gbit)", re.ASCII)
+_RATE_BITS = {"kbit": 10**3, "Mbit": 10**6, "Gbit": 10**9}
+_RATE_BITS_MIN, _RATE_BITS_MAX = 256 * 10**3, 100 * 10**9
 _PATH_PREFIX = re.compile(r"(?:/[A-Za-z0-9._~-]+)*", re.ASCII)
 
 
@@ -183,6 +188,15 @@ def size_bytes(least_bytes: int, most_bytes: int) -> Callable[[Value], int]:
         return found_bytes
 
     return text(read)
+
+
+def rate(content: str) -> Rate:
+    """Return a rate such as 500kbit, 200Mbit and 2.5Gbit."""
+    match = _RATE.fullmatch(content)
+    found = int(Decimal(match[1]) * _RATE_BITS[match[2]]) if match else 0
+    if not _RATE_BITS_MIN <= found <= _RATE_BITS_MAX:
+        raise UsageError(f"{check.quoted(content)} is no rate from 256kbit to 100Gbit", remedy="write e.g. 200Mbit")
+    return Rate(found)
 
 
 def choice(kind: type[StrEnum]) -> Callable[[Value], Any]:

@@ -23,7 +23,7 @@ import hyperframe.frame
 from kura_shaper.broker.data_frames import DataFrames
 from kura_shaper.broker.protocol.errors import ProtocolViolationError
 from kura_shaper.broker.protocol.goaway import NO_ERROR, FrameSplitter, GoAway
-from kura_shaper.broker.protocol.limits import KIB, STREAM_WINDOW_BYTES
+from kura_shaper.broker.protocol.limits import KIB, STREAM_WINDOW_BYTES, STREAMS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +36,13 @@ _HEADER_LIST_BYTES = 16 * KIB
 _DATA_FRAME_BYTES_MAX = 64 * KIB
 WINDOW_RESERVE_BYTES = 16 * KIB
 _INITIAL_WINDOW_BYTES = 65_535
+_PING = b"shaping."
+
+
+class _Connection(h2.connection.H2Connection):
+    """Remembers fewer streams that have ended, 150 bytes for each: a frame of one is late by seconds at most."""
+
+    MAX_CLOSED_STREAMS = 2 * STREAMS_MAX
 
 
 def _quieten() -> None:
@@ -82,7 +89,7 @@ class Http2Client:
     def __init__(self, authority: str, *, max_streams: int) -> None:
         _quieten()
         self._authority = authority
-        self._h2 = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True, header_encoding="utf-8"))
+        self._h2 = _Connection(h2.config.H2Configuration(client_side=True, header_encoding="utf-8"))
         self._h2.local_settings = h2.settings.Settings(
             client=True,
             initial_values={
@@ -103,6 +110,8 @@ class Http2Client:
         self._knows_settings = False
         self._is_broken = False
         self._last_stream_id: int | None = None
+        # How many pings were answered.
+        self.pongs = 0
 
     @property
     def is_leaving(self) -> bool:
@@ -154,6 +163,16 @@ class Http2Client:
             self._h2.reset_stream(http_id, h2.errors.ErrorCodes.CANCEL)
         self._give_places()
 
+    def nudge(self, http_id: int) -> None:
+        """Tell an exchange, if it is still there, that there may be more room to send."""
+        if http_id in self._exchanges:
+            self._exchanges[http_id].on_window()
+
+    def ping(self) -> None:
+        """Ask for an answer that every router gives, whatever else it does."""
+        if not self._is_broken:
+            self._h2.ping(_PING)
+
     def break_off(self) -> None:
         """The connection is gone: nothing can be sent any more, and nothing is tried."""
         self._is_broken = True
@@ -201,6 +220,8 @@ class Http2Client:
                 self._exchanges[http_id].on_response(int(status) if status.isdecimal() else 0, headers)
             case h2.events.StreamEnded(stream_id=http_id) if http_id in self._exchanges:
                 self._exchanges[http_id].on_end()
+            case h2.events.PingAckReceived():
+                self.pongs += 1
             case h2.events.StreamReset(stream_id=http_id) if http_id in self._exchanges:
                 self._exchanges.pop(http_id).on_reset("the router reset the stream")
 

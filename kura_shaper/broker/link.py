@@ -147,6 +147,7 @@ class BusLink(asyncio.Protocol, Generic[HttpT]):
         else:
             # The transport is full: what HTTP/2 itself has to say waits here.
             self._control += self.http.data_to_send()
-        self._budget.outside_bytes = self._transport.get_write_buffer_size()
-        if len(self._control) + self.outbox.session_bytes > CONTROL_BYTES_MAX:
+        own_bytes = len(self._control) + self.outbox.session_bytes
+        self._budget.outside_bytes = self._transport.get_write_buffer_size() + own_bytes
+        if own_bytes > CONTROL_BYTES_MAX:
             self.fail(ConnectionFailedError("the peer takes nothing and keeps asking"))

@@ -87,8 +87,7 @@ class BrokerMetrics:
         opening = sum(state is RelayState.OPENING for state in states)
         yield _gauge("streams_open", "Streams that are open", len(states) - opening)
         yield _gauge("streams_opening", "Streams that are being opened", opening)
-        limit = session.protocol.limits.max_streams if session else 0
-        yield _gauge("streams_limit", "Streams that this session may have, opening ones with them", limit)
+        yield _gauge("streams_limit", "Streams that may be open or being opened", self._broker.max_streams)
         times = HistogramMetricFamily(
             f"{PREFIX}stream_open_seconds", "How long the stages of opening a stream took", labels=["stage"]
         )

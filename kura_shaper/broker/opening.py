@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from kura_shaper.broker.counts import Times
     from kura_shaper.broker.endpoint import PublisherAddress
+    from kura_shaper.broker.failures import FailedDials
     from kura_shaper.broker.protocol.frames import ZmqEndpoint
     from kura_shaper.broker.resolve import Resolver
 
@@ -46,6 +47,7 @@ class Publishers:
     check: TargetCheck
     resolver: Resolver
     connect_timeout_s: float
+    failed: FailedDials
     so_mark: int | None = None
 
 
@@ -80,7 +82,9 @@ async def connect_publisher(
     publishers: Publishers, address: PublisherAddress, target: ZmqEndpoint, stages: StageClock
 ) -> socket.socket:
     """Return a socket connected to a publisher that passed every check. Raises StreamRefusedError, TimeoutError."""
-    check = publishers.check
+    check, name = publishers.check, str(address)
+    if publishers.failed.has(name):
+        raise StreamRefusedError(RefusalCode.CONNECT_FAILED, _NOT_CONNECTED)
     with stages.during(Stage.RESOLVE):
         try:
             async with asyncio.timeout(RESOLVE_WITHIN_S):
@@ -97,5 +101,9 @@ async def connect_publisher(
                     so_mark=publishers.so_mark,
                     each_within_s=publishers.connect_timeout_s,
                 )
+        except TimeoutError:
+            publishers.failed.note(name)
+            raise
         except (DialError, KuraShaperError) as error:
+            publishers.failed.note(name)
             raise StreamRefusedError(RefusalCode.CONNECT_FAILED, _NOT_CONNECTED) from error

@@ -31,13 +31,8 @@ class Source(Protocol):
         """Everything that waited is framed."""
 
 
-class Http2End(Protocol):
-    """Either end of a connection of HTTP/2, as it is sent on."""
-
-    @property
-    def is_leaving(self) -> bool:
-        """Whether the peer said that it serves no further streams."""
-        ...
+class Outgoing(Protocol):
+    """Where frames go."""
 
     @property
     def data_room_bytes(self) -> int:
@@ -56,6 +51,15 @@ class Http2End(Protocol):
     def send(self, http_id: int, data: bytes) -> None:
         """Send a part of a body, which has to fit a frame and the windows."""
 
+
+class Http2End(Outgoing, Protocol):
+    """Either end of a connection of HTTP/2, as it is sent on."""
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the peer said that it serves no further streams."""
+        ...
+
     def data_to_send(self) -> bytes:
         """Return what is to be sent, once."""
         ...
@@ -70,7 +74,7 @@ class Http2End(Protocol):
 class Outbox:
     """Chooses what is framed next."""
 
-    def __init__(self, http: Http2End) -> None:
+    def __init__(self, http: Outgoing) -> None:
         self._http = http
         self._session_id = 0
         self._session = bytearray()

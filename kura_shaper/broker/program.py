@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kura_shaper.broker.dial import require_mark
 from kura_shaper.broker.directory import MetadataDirectory
 from kura_shaper.broker.health import BrokerHealth
+from kura_shaper.broker.memory import share_one_arena
 from kura_shaper.broker.metrics import BrokerMetrics
 from kura_shaper.broker.process import SIGNALS, problems_with, stop_by_signals
 from kura_shaper.broker.service import Broker, OnTerminal
@@ -25,10 +26,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kura_shaper.broker.credentials import Credentials
+    from kura_shaper.broker.refusals import Targets
     from kura_shaper.broker.settings import BrokerSettings
 
 # Beside one descriptor for each stream: the bus, the API server, the web server, lookups, logs.
 _DESCRIPTORS = 64
+# So that what starts all brokers of a fleet at once does not have all of them dial at once.
+_START_WITHIN_S = 1.0
 _log = logging.getLogger("kura_shaper.broker")
 
 
@@ -56,14 +60,20 @@ def run_broker(
     kubeconfig: Path | None,
     early: EarlySignals,
     on_terminal: OnTerminal,
+    targets: Targets,
 ) -> None:
     """Run a broker until a signal. Raises UsageError, MarkRefusedError, and with GIVE_UP RefusedError."""
+    share_one_arena()
     _require_descriptors(settings.max_streams + _DESCRIPTORS)
     require_mark(settings.so_mark)
     if not settings.allowed_cidrs:
         remedy = "set allowed_cidrs to the pods' network"
         log_event(_log, "any_address_is_allowed", level=logging.WARNING, remedy=remedy)
-    asyncio.run(_run(settings, credentials, kubeconfig, early=early, on_terminal=on_terminal))
+    for network in settings.allowed_cidrs:
+        if network.prefixlen == 0:
+            remedy = "set allowed_cidrs to the pods' network alone"
+            log_event(_log, "any_address_is_allowed", level=logging.WARNING, network=str(network), remedy=remedy)
+    asyncio.run(_run(settings, credentials, kubeconfig, early=early, on_terminal=on_terminal, targets=targets))
 
 
 def _require_descriptors(wanted: int) -> None:
@@ -83,11 +93,20 @@ async def _run(
     *,
     early: EarlySignals,
     on_terminal: OnTerminal,
+    targets: Targets,
 ) -> None:
     random, clock = Random(), SystemAsyncClock()  # noqa: S311 - it spreads retries
     async with HttpApi(Access(kubeconfig, clock=clock)) as api:
         directory = MetadataDirectory(api, settings.watch_namespaces, clock=clock, random=random)
-        broker = Broker(settings, credentials, directory, random=random, on_terminal=on_terminal)
+        broker = Broker(
+            settings,
+            credentials,
+            directory,
+            random=random,
+            on_terminal=on_terminal,
+            targets=targets,
+            start_within_s=_START_WITHIN_S,
+        )
         stop_by_signals(broker.stop, is_stopping=lambda: broker.view.is_stopping, log=_log)
         if early.came:
             broker.stop()

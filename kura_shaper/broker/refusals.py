@@ -1,8 +1,15 @@
-"""Refusals are all counted, and logged once in a window for each code: a router can't flood the log."""
+"""Refusals are all counted, and logged once in a window for each code: a router can't flood the log.
+
+A line has the target as a hash by a key of this process, so that two lines can be told to be of one target, and
+nothing be learnt of a cluster by who may read logs; or in clear, where that is asked for.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import secrets
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from kura_shaper.broker.counts import count
@@ -14,17 +21,28 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 WINDOW_NS = 60 * SECOND_NS
+_SHOWN_CHARACTERS, _HASH_BYTES = 256, 6
 _log = logging.getLogger("kura_shaper.broker")
+
+
+class Targets(Enum):
+    """How a line names the target of a refusal."""
+
+    HASHED = "hashed"
+    CLEAR = "clear"
 
 
 class RefusalLog:
     """Notes refusals. The first of each code in a window is logged, with how many the last window kept quiet."""
 
-    def __init__(self, counter: dict[str, int], *, now_ns: Callable[[], int]) -> None:
-        self._counter, self._now_ns = counter, now_ns
+    def __init__(
+        self, counter: dict[str, int], *, now_ns: Callable[[], int], targets: Targets = Targets.HASHED
+    ) -> None:
+        self._counter, self._now_ns, self._targets = counter, now_ns, targets
+        self._key = secrets.token_bytes(32)
         self._windows: dict[str, tuple[int, int]] = {}
 
-    def note(self, code: str, message: str = "") -> None:
+    def note(self, code: str, message: str = "", target: str = "") -> None:
         """Count a refusal, and log it if it is the first of its kind for a while."""
         count(self._counter, code)
         label, now_ns = label_of(code, RefusalCode), self._now_ns()
@@ -33,4 +51,15 @@ class RefusalLog:
             self._windows[label] = (began_ns, suppressed + 1)
             return
         self._windows[label] = (now_ns, 0)
-        log_event(_log, "stream_refused", level=logging.WARNING, code=label, message=message, suppressed=suppressed)
+        fields = {"target": self._shown(target)} if target else {}
+        log_event(
+            _log, "stream_refused", level=logging.WARNING, code=label, message=message, suppressed=suppressed, **fields
+        )
+
+    def _shown(self, target: str) -> str:
+        """Return what a line has of a target that came from a router, so it may be anything."""
+        if self._targets is Targets.CLEAR:
+            return target[:_SHOWN_CHARACTERS]  # the log itself escapes what a terminal would heed
+        return hashlib.blake2b(
+            target.encode(errors="surrogatepass"), key=self._key, digest_size=_HASH_BYTES
+        ).hexdigest()

@@ -106,6 +106,8 @@ class Relay:
         self._status = 0
         self._body = b""
         self._failed: StreamRefusedError | None = None
+        self.address: PublisherAddress | None = None
+        self.gone_since_s: float | None = None
         self._task: asyncio.Task[None] | None = None
         self._router_ended = False
         self._timer: asyncio.TimerHandle | None = None
@@ -113,6 +115,7 @@ class Relay:
 
     def start(self, publishers: Publishers, address: PublisherAddress) -> asyncio.Task[None]:
         """Begin to open it. The task has an end of its own also after the stream was ended."""
+        self.address = address
         self._task = self._loop.create_task(self._open(publishers, address))
         return self._task
 
@@ -125,6 +128,11 @@ class Relay:
                 self._task.cancel()
         elif self.state is not RelayState.OVER:
             self._over(end, None)
+
+    def deauthorise(self) -> None:
+        """End it, and tell the router: nobody advertises its publisher any more."""
+        if self.state is RelayState.OPEN:
+            self._over(StreamEnd.DEAUTHORISED, CloseCode.UPSTREAM_CLOSED)
 
     # Opening.
 

@@ -34,6 +34,11 @@ class Advertised(Protocol):
         """Return whether a canonical endpoint is advertised under a Dynamo namespace; never before the first list."""
         ...
 
+    @property
+    def is_current(self) -> bool:
+        """Whether what is not advertised is known not to be."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class TargetCheck:
@@ -53,6 +58,11 @@ class TargetCheck:
             raise StreamRefusedError(RefusalCode.NAMESPACE_NOT_COVERED)
         self.require_advertised(address, target)
         return address
+
+    def is_gone(self, address: PublisherAddress, target: ZmqEndpoint) -> bool:
+        """Return whether it is known that the metadata does not have this target. Not to know is not to know so."""
+        known = self.advertised
+        return known.is_current and not known.is_advertised(str(address), target.dynamo_namespace)
 
     def require_advertised(self, address: PublisherAddress, target: ZmqEndpoint) -> None:
         """Raise StreamRefusedError when the metadata does not have this target now."""

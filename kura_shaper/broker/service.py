@@ -24,12 +24,13 @@ from kura_shaper.broker.credentials import CredentialError, Credentials
 from kura_shaper.broker.dial import DialError, connect_any
 from kura_shaper.broker.endings import Reaction, SessionEnd
 from kura_shaper.broker.endpoint import PublisherAddress
+from kura_shaper.broker.failures import FailedDials
 from kura_shaper.broker.http2 import Http2Client
 from kura_shaper.broker.opening import Publishers
 from kura_shaper.broker.protocol.frames import Hello, Software
 from kura_shaper.broker.protocol.limits import MS_NS, SECOND_NS, Limits
 from kura_shaper.broker.protocol.reconnect import Reconnect, Wait
-from kura_shaper.broker.refusals import RefusalLog
+from kura_shaper.broker.refusals import RefusalLog, Targets
 from kura_shaper.broker.resolve import ResolveError, Resolver
 from kura_shaper.broker.security import Advertised, TargetCheck
 from kura_shaper.broker.session import BusSession, SessionParts
@@ -37,14 +38,19 @@ from kura_shaper.errors import RefusedError
 from kura_shaper.log import event as log_event
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
     from random import Random
 
     from kura_shaper.broker.settings import BrokerSettings
 
 _RESOLVE_WITHIN_S, _DIAL_WITHIN_S, _CONNECT_WITHIN_S, _CLOSE_WITHIN_S = 5.0, 10.0, 5.0, 2.0
-_LAG_EVERY_S = 0.5
+_LAG_EVERY_S, _SLEPT_S = 0.5, 1.0
 _log = logging.getLogger("kura_shaper.broker")
+
+
+def time_slept_s() -> float:
+    """Return how long this machine has slept since it was started: what one clock counts of that and the other not."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC)
 
 
 class Directory(Advertised, Protocol):
@@ -89,16 +95,23 @@ class Broker:
         random: Random,
         resolver: Resolver | None = None,
         on_terminal: OnTerminal = OnTerminal.STAY_AWAY,
+        targets: Targets = Targets.HASHED,
+        start_within_s: float = 0.0,
+        slept_s: Callable[[], float] = time_slept_s,
     ) -> None:
+        """The first dial is made at some time within `start_within_s`, so that a fleet does not come as one."""
         self._settings, self._credentials, self._directory = settings, credentials, directory
         self._random, self._on_terminal = random, on_terminal
         self._loop = asyncio.get_running_loop()
         self.counts, self.view = Counts(), View()
         self._resolver = resolver or Resolver()
-        self._refusals = RefusalLog(self.counts.refusals, now_ns=self.now_ns)
+        self._refusals = RefusalLog(self.counts.refusals, now_ns=self.now_ns, targets=targets)
+        self._failed = FailedDials(now_ns=self.now_ns)
+        self._start_within_s = start_within_s
         self._reconnect = Reconnect(
             least_ns=settings.reconnect_least_ms * MS_NS, most_ns=settings.reconnect_most_ms * MS_NS, random=random
         )
+        self._slept_s = slept_s
         self._stopping = asyncio.Event()
         self._instance_id = secrets.token_hex(16)
         self._used_token = ""
@@ -106,6 +119,12 @@ class Broker:
     def now_ns(self) -> int:
         """The time of the event loop."""
         return int(self._loop.time() * SECOND_NS)
+
+    @property
+    def max_streams(self) -> int:
+        """How many streams are allowed now: by the settings, and by the router of a session."""
+        session = self.view.session
+        return session.protocol.limits.max_streams if session else self._settings.max_streams
 
     def stop(self) -> None:
         """Let streams finish, until the drain's deadline, and end."""
@@ -132,6 +151,8 @@ class Broker:
             return
         self.view.is_synced = True
         log_event(_log, "metadata_synced")
+        if self._start_within_s:
+            await self._unless_stopped(asyncio.sleep(self._random.uniform(0, self._start_within_s)))
         while not self._stopping.is_set():
             end = await self._session()
             if self._stopping.is_set():
@@ -200,7 +221,11 @@ class Broker:
             frozenset(settings.dynamo_namespaces), self._directory, AddressFilter(settings.allowed_cidrs)
         )
         publishers = Publishers(
-            check, self._resolver, settings.upstream_connect_timeout_ms / 1000, so_mark=settings.so_mark
+            check,
+            self._resolver,
+            settings.upstream_connect_timeout_ms / 1000,
+            failed=self._failed,
+            so_mark=settings.so_mark,
         )
         parts = SessionParts(
             hello=Hello(
@@ -218,6 +243,8 @@ class Broker:
             counts=self.counts,
             refusals=self._refusals,
             random=self._random,
+            max_stream_rate=settings.max_stream_rate,
+            deauthorise_after_s=None if settings.deauthorise_after_ms is None else settings.deauthorise_after_ms / 1000,
         )
         return BusSession(Http2Client(settings.bus_url.authority, max_streams=settings.max_streams), parts)
 
@@ -293,11 +320,18 @@ class Broker:
             self.counts.terminal_error[code] = int(end.is_terminal and code == end.code)
 
     async def _measure_lag(self) -> None:
+        """Note how late the loop is, and look after the session when the machine has slept: its router may be gone."""
+        slept_s = self._slept_s()
         while True:
             due_s = self._loop.time() + _LAG_EVERY_S
             await asyncio.sleep(_LAG_EVERY_S)
             self.view.turned_s = time.monotonic()
             self.counts.loop_lag_s = max(0.0, self._loop.time() - due_s)
+            before_s, slept_s = slept_s, self._slept_s()
+            if slept_s - before_s > _SLEPT_S:
+                log_event(_log, "slept", seconds=round(slept_s - before_s, 1))
+                if self.view.session is not None:
+                    self.view.session.probe()
 
 
 def _address(host: str, port: int) -> PublisherAddress:

@@ -12,8 +12,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kura_shaper.broker import endings
+from kura_shaper.broker.authority import LOOK_EVERY_S, end_what_left
 from kura_shaper.broker.counts import Counts, DialOutcome, StreamEnd, count
 from kura_shaper.broker.link import BusLink
+from kura_shaper.broker.outbox import Outbox
+from kura_shaper.broker.pace import Paced
 from kura_shaper.broker.protocol import events
 from kura_shaper.broker.protocol.broker_session import BrokerSession
 from kura_shaper.broker.protocol.buffer import Budget
@@ -32,9 +35,11 @@ if TYPE_CHECKING:
     from kura_shaper.broker.protocol.frames import Hello
     from kura_shaper.broker.protocol.limits import Limits
     from kura_shaper.broker.refusals import RefusalLog
+    from kura_shaper.units import Rate
 
 _HEAD_WITHIN_S = 10.0
 _CLOSE_WITHIN_S = 2.0
+_PROBE_WITHIN_S = 5.0
 _BODY_BYTES_MAX = 4 * KIB
 # A timer that comes this late says that we were held up, not that the router is silent.
 _LATE_S, _HEAR_OUT_S = 1.0, 0.05
@@ -55,6 +60,8 @@ class SessionParts:
     counts: Counts
     refusals: RefusalLog
     random: Random
+    deauthorise_after_s: float | None = None
+    max_stream_rate: Rate | None = None
 
 
 class BusSession:
@@ -65,6 +72,12 @@ class BusSession:
         self._parts, self.counts = parts, parts.counts
         self.budget = Budget()
         self.link = BusLink(http, budget=self.budget, owner=self)
+        self._paced: Paced | None = None
+        if parts.max_stream_rate is not None:
+            self._paced = Paced(
+                http, parts.max_stream_rate, now_s=self._loop.time, call_later=self._loop.call_later, wake=http.nudge
+            )
+            self.link.outbox = Outbox(self._paced)
         self.protocol = BrokerSession(
             parts.hello, now_ns=self.now_ns, random=parts.random, buffered_bytes=lambda: self.buffered_bytes
         )
@@ -78,6 +91,8 @@ class BusSession:
         self._timer: asyncio.TimerHandle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self._look_timer: asyncio.TimerHandle | None = None
+        self._probe_timer: asyncio.TimerHandle | None = None
         self._after_drain: SessionEnd | None = None
         self._http_id = 0
         self._basic = [("authorization", f"Bearer {parts.token}"), ("user-agent", parts.user_agent)]
@@ -116,7 +131,7 @@ class BusSession:
         for relay in tuple(self.relays.values()):
             relay.end(StreamEnd.SESSION_LOST)
         self.relays.clear()
-        for timer in (self._timer, self._head_timer, self._deadline):
+        for timer in (self._timer, self._head_timer, self._deadline, self._look_timer, self._probe_timer):
             if timer is not None:
                 timer.cancel()
         if not self.link.outbox.session_bytes:
@@ -134,6 +149,8 @@ class BusSession:
     def on_sent(self, http_id: int) -> None:
         """See Exchange."""
         self._http_id = http_id
+        if self._paced is not None:
+            self._paced.exempt_id = http_id
         self.link.outbox.begin_session(http_id)
         self.link.stir()
 
@@ -198,8 +215,8 @@ class BusSession:
                 self._begin(event)
             case events.SubscribeAsked():
                 self._subscribe(event)
-            case events.SubscribeRefused(code=code):
-                self._parts.refusals.note(code)
+            case events.SubscribeRefused(code=code, endpoint=endpoint):
+                self._parts.refusals.note(code, target=endpoint)
             case events.UnsubscribeAsked(stream_id=stream_id):
                 if relay := self.relays.pop(stream_id, None):
                     relay.end(StreamEnd.UNSUBSCRIBED)
@@ -224,6 +241,7 @@ class BusSession:
             self.counts.terminal_error[code] = 0
         log_event(_log, "session_established", session_id=welcomed.welcome.session_id, **_shown(welcomed.limits))
         self.headers = [*self._basic, ("x-bus-session", welcomed.welcome.session_id)]
+        self._look_again()
 
     def _subscribe(self, asked: events.SubscribeAsked) -> None:
         relay = Relay(asked, self, path_prefix=self._parts.path_prefix, budget=self.budget)
@@ -260,7 +278,7 @@ class BusSession:
         self._forget(relay)
         if self.protocol.refuse(relay.stream_id, refused.code, refused.message):
             self.counts.recent_refusals.append({"endpoint": relay.target.endpoint[:_SHOWN], "code": str(refused.code)})
-            self._parts.refusals.note(refused.code, refused.message)
+            self._parts.refusals.note(refused.code, refused.message, relay.target.endpoint)
         self._say()
         self._leave_if_done()
 
@@ -327,6 +345,30 @@ class BusSession:
             self._end(endings.of_status(self._status, retry_after=self._retry_after, body=self._body))
 
     # Time.
+
+    def probe(self) -> None:
+        """Ask whether the router is still there, and end the session when nothing at all comes back soon."""
+        if not self.is_established or self.ended.done() or self._probe_timer is not None:
+            return
+        self.link.http.ping()
+        self.protocol.beat()
+        self.counts.heartbeats_sent += 1
+        self._say()
+        self._plan_tick()
+        self._probe_timer = self._loop.call_later(_PROBE_WITHIN_S, self._judge, self.link.http.pongs, self.now_ns())
+
+    def _judge(self, pongs: int, began_ns: int) -> None:
+        self._probe_timer = None
+        if self.link.http.pongs == pongs and self.protocol.heard_ns <= began_ns and not self.ended.done():
+            failed = self.protocol.fail(SessionCode.IDLE_TIMEOUT, "nothing came back after this machine had slept")
+            self._failed(failed.code, failed.message)
+
+    def _look_again(self) -> None:
+        after_s = self._parts.deauthorise_after_s
+        if after_s is not None and not self.ended.done():
+            check, now_s = self._parts.publishers.check, self._loop.time()
+            end_what_left(self.relays.values(), check, now_s=now_s, after_s=after_s)
+            self._look_timer = self._loop.call_later(LOOK_EVERY_S, self._look_again)
 
     def _plan_tick(self) -> None:
         due_ns = self.protocol.next_due_ns

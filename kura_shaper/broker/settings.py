@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from kura_shaper.broker.addresses import IpNetwork
     from kura_shaper.tenants.check import Value
+    from kura_shaper.units import Rate
 
 _LISTEN = Endpoint("0.0.0.0", 9464)  # noqa: S104 - probes come to the pod's own address
 CIDRS_MAX = 256
@@ -71,6 +72,8 @@ class BrokerSettings:
     reconnect_least_ms: int = 1_000
     reconnect_most_ms: int = 60_000
     drain_deadline_ms: int = 25_000
+    deauthorise_after_ms: int | None = None
+    max_stream_rate: Rate | None = None
     metrics_listen: Endpoint = _LISTEN
     so_mark: int | None = None
     log_level: LogLevel = LogLevel.INFO
@@ -194,6 +197,8 @@ _READERS: dict[str, tuple[str, Callable[[Value], Any]]] = {
     ),
     "upstream_connect_timeout": ("upstream_connect_timeout_ms", entries.duration_ms(100, 10_000)),
     "drain_deadline": ("drain_deadline_ms", entries.duration_ms(0, 600_000)),
+    "deauthorise_after": ("deauthorise_after_ms", entries.duration_ms(1_000, 3_600_000)),
+    "max_stream_rate": ("max_stream_rate", entries.text(entries.rate)),
     "metrics_listen": ("metrics_listen", entries.text(check.listen_endpoint)),
     "so_mark": ("so_mark", entries.whole(1, _SO_MARK_MAX)),
     "log_level": ("log_level", entries.choice(LogLevel)),

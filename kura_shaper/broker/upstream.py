@@ -14,7 +14,8 @@ from kura_shaper.broker.protocol.limits import KIB
 if TYPE_CHECKING:
     import socket
 
-_READ_BYTES_MAX = 64 * KIB
+# With what Python and malloc put before it, a piece of this size is 64 KiB, and what one leaves is where the next fits.
+_READ_BYTES_MAX = 64 * KIB - 64
 _CLOSE_WITHIN_S = 5.0
 # All of them are read in one loop, one after the other, and what was read is copied out at once.
 _shared = memoryview(bytearray(_READ_BYTES_MAX))
@@ -37,11 +38,13 @@ class Upstream(asyncio.BufferedProtocol):
     """A protocol of asyncio. A piece is never more than half of what a stream may keep, so that a first one fits."""
 
     def __init__(self, owner: UpstreamOwner, *, buffer_bytes: int) -> None:
-        self._owner = owner
+        # None when it was told of the end: each would keep the other alive until somebody collects such pairs.
+        self._owner: UpstreamOwner | None = owner
         self._view = _shared[: min(_READ_BYTES_MAX, buffer_bytes // 2)]
         self._transport: asyncio.Transport | None = None
         self._credit_bytes = 0
         self._is_full = False
+        self._closing: asyncio.TimerHandle | None = None
 
     async def attach(self, made: socket.socket) -> None:
         """Take a connected socket over, and read from it at once."""
@@ -60,18 +63,24 @@ class Upstream(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """See asyncio.BufferedProtocol."""
-        self._owner.on_upstream_data(bytes(self._view[:nbytes]))
+        if self._owner is not None:
+            self._owner.on_upstream_data(bytes(self._view[:nbytes]))
 
     def eof_received(self) -> bool:
         """See asyncio.BufferedProtocol."""
-        self._owner.on_upstream_end()
+        if self._owner is not None:
+            self._owner.on_upstream_end()
         return True
 
     def connection_lost(self, _: Exception | None) -> None:
         """See asyncio.BufferedProtocol."""
         self._transport = None
         self._give_credit()
-        self._owner.on_upstream_end()
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            owner.on_upstream_end()
+        if self._closing is not None:
+            self._closing.cancel()
 
     def pause_writing(self) -> None:
         """See asyncio.BufferedProtocol."""
@@ -94,7 +103,7 @@ class Upstream(asyncio.BufferedProtocol):
         """Let the publisher go when it has what was written to it, or after a while."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.close()
-            asyncio.get_running_loop().call_later(_CLOSE_WITHIN_S, self.abort)
+            self._closing = asyncio.get_running_loop().call_later(_CLOSE_WITHIN_S, self.abort)
 
     def abort(self) -> None:
         """Let the publisher go at once."""
@@ -103,5 +112,5 @@ class Upstream(asyncio.BufferedProtocol):
 
     def _give_credit(self) -> None:
         credit_bytes, self._credit_bytes = self._credit_bytes, 0
-        if credit_bytes:
+        if credit_bytes and self._owner is not None:
             self._owner.on_credit(credit_bytes)

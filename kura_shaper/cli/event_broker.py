@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kura_shaper.cli import show
+from kura_shaper.cli import stdout
 from kura_shaper.errors import UsageError
 from kura_shaper.log import LogFormat, LogLevel, configure
 
@@ -30,6 +30,9 @@ def event_broker(
     exit_on_terminal: Annotated[
         bool, typer.Option("--exit-on-terminal", help="End with 3 when only other settings will do.")
     ] = False,
+    log_targets: Annotated[
+        bool, typer.Option("--log-targets", help="Log the targets of refusals in clear, and not as a hash.")
+    ] = False,
     kubeconfig: Annotated[
         Path | None, typer.Option("--kubeconfig", metavar="P", help="Outside a cluster: how to reach it.")
     ] = None,
@@ -43,6 +46,7 @@ def event_broker(
         from kura_shaper.broker.credentials import Credentials
         from kura_shaper.broker.entries import SettingsError
         from kura_shaper.broker.program import EarlySignals, problems_of, run_broker
+        from kura_shaper.broker.refusals import Targets
         from kura_shaper.broker.service import OnTerminal
         from kura_shaper.broker.settings import load_settings
     except ImportError as error:
@@ -61,18 +65,19 @@ def event_broker(
         raise SettingsError(problems)
     log_as(context, style=settings.log_format, level=settings.log_level)
     on_terminal = OnTerminal.GIVE_UP if exit_on_terminal else OnTerminal.STAY_AWAY
-    run_broker(settings, credentials, kubeconfig=kubeconfig, early=early, on_terminal=on_terminal)
+    targets = Targets.CLEAR if log_targets else Targets.HASHED
+    run_broker(settings, credentials, kubeconfig=kubeconfig, early=early, on_terminal=on_terminal, targets=targets)
 
 
 def say_checked(config: Path, problems: tuple[str, ...], *, as_json: bool) -> None:
     """Print what a check of settings found, and leave with 2 when it found anything."""
     if as_json:
-        show.print_json({"valid": not problems, "problems": list(problems)})
+        stdout.print_json({"valid": not problems, "problems": list(problems)})
     else:
         for problem in problems:
             typer.echo(problem, err=True)
         if not problems:
-            show.say(f"{config}: fine")
+            stdout.say(f"{config}: fine")
     if problems:
         raise typer.Exit(UsageError.exit_code)
 

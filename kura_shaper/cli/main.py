@@ -14,46 +14,20 @@ from typing import Annotated, NoReturn
 import typer
 
 from kura_shaper import __version__
-from kura_shaper.cli import (
-    agent,
-    balance,
-    bench,
-    event_broker,
-    event_bus,
-    gateway,
-    lab,
-    man,
-    probe,
-    show,
-    tenants,
-    top,
-    tree,
-    verify,
-)
+from kura_shaper.cli import stdout
+from kura_shaper.cli.commands import LazyGroup
 from kura_shaper.errors import KuraShaperError, StateUnknownError, UsageError
 from kura_shaper.log import LogFormat, LogLevel, configure
 
 app = typer.Typer(
     name="kura-shaper",
+    cls=LazyGroup,
     help="Keeps a multi-tenant node's egress promises where the bytes really leave it.",
     epilog="Exit codes: 0 fine, 1 findings or differences, 2 usage or document, 3 refused, 4 state unknown.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-agent.register(app)
-tree.register(app)
-top.register(app)
-balance.register(app)
-gateway.register(app)
-verify.register(app)
-probe.register(app)
-bench.register(app)
-event_broker.register(app)
-event_bus.register(app)
-man.register(app)
-app.add_typer(tenants.app, name="tenants")
-app.add_typer(lab.app, name="lab")
 
 
 def _version(wanted: bool) -> None:
@@ -112,5 +86,5 @@ def _leave(number: int, _frame: object) -> NoReturn:
 def _fail(code: str, words: str, status: int) -> NoReturn:
     sys.stderr.write(f"kura-shaper: error[{code}]: {words}\n")
     if "--json" in sys.argv:
-        show.print_json({"error": {"code": code, "message": words}})
+        stdout.print_json({"error": {"code": code, "message": words}})
     sys.exit(status)

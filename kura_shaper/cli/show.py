@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import typer
-
+from kura_shaper.cli.stdout import print_json as print_json
+from kura_shaper.cli.stdout import say as say
 from kura_shaper.kernel.executor import Status
 from kura_shaper.tree.notes import Weight
 from kura_shaper.tree.steer import limits_of
@@ -18,34 +15,14 @@ from kura_shaper.tree.steer import limits_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    import typer
+
     from kura_shaper.kernel.apply import Applied
     from kura_shaper.kernel.prove import Proof
     from kura_shaper.tree.diff import Plan
     from kura_shaper.tree.model import Device
     from kura_shaper.tree.observe import Observed, ObservedClass, SteeringState
     from kura_shaper.tree.operations import Operation
-
-
-def say(text: str, *, newline: bool = True) -> bool:
-    """Write to stdout. A reader that has seen enough (`| head`) is no error, and no news of what was done.
-
-    Return whether it was written, for who would otherwise go on for ever.
-    """
-    try:
-        typer.echo(text, nl=newline)
-    except BrokenPipeError:
-        # What is still buffered, and what follows, has no place to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return False
-    except OSError as error:
-        sys.stderr.write(f"kura-shaper: the output can't be written: {error.strerror}\n")
-        return False
-    return True
-
-
-def print_json(value: object) -> None:
-    """Write one JSON object to stdout."""
-    say(json.dumps(value, indent=2))
 
 
 def log_by_default(context: typer.Context, level: int) -> None:

@@ -14,7 +14,7 @@ import ssl
 import tempfile
 import threading
 import time
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -44,11 +44,12 @@ from kura_shaper.broker.protocol.goaway import encode_goaway
 from kura_shaper.broker.protocol.limits import MEDIA_TYPE, SECOND_NS, SESSION_PATH, STREAMS_PATH
 from kura_shaper.broker.protocol.router_session import Claim, RouterSession
 from kura_shaper.broker.resolve import Resolver
-from kura_shaper.broker.service import Broker, OnTerminal
+from kura_shaper.broker.service import Broker, OnTerminal, time_slept_s
 from kura_shaper.broker.settings import BrokerSettings, BusUrl
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
+    from contextlib import AbstractAsyncContextManager
 
 P = ParamSpec("P")
 
@@ -445,7 +446,8 @@ class Peer(asyncio.Protocol):
         if self.script.answers_streams:
             claim = self.session.claim(stream_id)
             status = self.script.stream_status or claim.value
-            self._answer(stream, status, self.script.stream_body)
+            with suppress(h2.exceptions.ProtocolError):  # reset in the same read
+                self._answer(stream, status, self.script.stream_body)
 
     def _answer(self, stream: DataStream, status: int, body: bytes) -> None:
         if status == 200 and not self.script.answers_streams:
@@ -560,10 +562,15 @@ class FakeDirectory:
         self.known: set[tuple[str, str]] = set()
         self.is_synced = asyncio.Event()
         self.is_synced.set()
+        self.is_current = True
 
     def advertise(self, endpoint: str, namespace: str = NAMESPACE) -> None:
         """Advertise an endpoint."""
         self.known.add((endpoint, namespace))
+
+    def withdraw(self, endpoint: str, namespace: str = NAMESPACE) -> None:
+        """Advertise an endpoint no more."""
+        self.known.discard((endpoint, namespace))
 
     def is_advertised(self, endpoint: str, dynamo_namespace: str) -> bool:
         """See Advertised."""
@@ -592,9 +599,9 @@ class Publisher:
         assert self._server
         return f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
-    async def start(self) -> None:
+    async def start(self, *, port: int = 0) -> None:
         """Listen."""
-        self._server = await loop().create_server(lambda: Connection(self), "127.0.0.1", 0)
+        self._server = await loop().create_server(lambda: Connection(self), "127.0.0.1", port)
 
     async def stop(self) -> None:
         """Close everything."""
@@ -715,34 +722,40 @@ async def running(
     lookup: Callable[..., list[Any]] = socket.getaddrinfo,
     context: ssl.SSLContext | None = None,
     on_terminal: OnTerminal = OnTerminal.STAY_AWAY,
+    start_within_s: float = 0.0,
+    slept_s: Callable[[], float] = time_slept_s,
+    through: Callable[[int], AbstractAsyncContextManager[int]] = nullcontext,
     **changes: Any,
 ) -> AsyncIterator[Rig]:
-    """Run a broker with a router until the test is over; nothing is left then."""
+    """Run a broker with a router until the test is over; nothing is left then. Between both is what `through` makes."""
     router = RouterRig(script)
     faults: list[Any] = []
     loop().set_exception_handler(lambda _, context: faults.append(context))
     await router.start(context=context)
     with tempfile.TemporaryDirectory() as name:
-        told = settings(router.port, Path(name), **changes)
-        directory = FakeDirectory()
-        broker = Broker(
-            told,
-            Credentials(told),
-            directory,
-            random=Random(5),
-            resolver=Resolver(lookup),
-            on_terminal=on_terminal,
-        )
-        rig = Rig(router, directory, broker, asyncio.ensure_future(broker.run()))
-        try:
-            yield rig
-        finally:
-            rig.running.cancel()
-            await asyncio.gather(rig.running, return_exceptions=True)
-            for publisher in rig.publishers:
-                await publisher.stop()
-            await router.stop()
-            assert [str(each) for each in faults] == []
+        async with through(router.port) as port:
+            told = settings(port, Path(name), **changes)
+            directory = FakeDirectory()
+            broker = Broker(
+                told,
+                Credentials(told),
+                directory,
+                random=Random(5),
+                resolver=Resolver(lookup),
+                on_terminal=on_terminal,
+                start_within_s=start_within_s,
+                slept_s=slept_s,
+            )
+            rig = Rig(router, directory, broker, asyncio.ensure_future(broker.run()))
+            try:
+                yield rig
+            finally:
+                rig.running.cancel()
+                await asyncio.gather(rig.running, return_exceptions=True)
+                for publisher in rig.publishers:
+                    await publisher.stop()
+                await router.stop()
+                assert [str(each) for each in faults] == []
 
 
 def descriptors() -> int:

@@ -72,6 +72,9 @@ class Following:
     def _on_change(self) -> None:
         self.changes += 1
 
+    def is_current(self) -> bool:
+        return self.directory.is_current
+
     def knows(self, number: int = 1) -> bool:
         return self.directory.is_advertised(endpoint(number), NAMESPACE)
 
@@ -250,6 +253,7 @@ async def test_what_is_known_outlives_an_outage_and_what_was_deleted_goes_with_t
     server.put(channel(endpoint(1)), name="w1")
     server.put(channel(endpoint(2)), name="w2")
     async with following(server) as known:
+        assert known.is_current()
         away = True
         api.answer = lambda _: refusal(503, "away") if away else None
         api.end_watches(ApiError("reset"))
@@ -258,9 +262,11 @@ async def test_what_is_known_outlives_an_outage_and_what_was_deleted_goes_with_t
         api.forget()
         assert known.knows(1)
         assert known.knows(2)
+        assert not known.is_current()  # what it does not know, it does not know to be gone
         away = False
         await until(lambda: not known.knows(1))
         assert known.knows(2)
+        assert known.is_current()
         assert known.directory.counts.watch_restarts["expired"] == 1
 
 

@@ -19,6 +19,7 @@ from kura_shaper.broker.health import BrokerHealth
 from kura_shaper.broker.protocol import events
 from kura_shaper.broker.protocol.codec import encode_object
 from kura_shaper.broker.protocol.codes import DrainReason, SessionCode
+from kura_shaper.broker.protocol.events import HeartbeatSeen
 from kura_shaper.broker.protocol.frames import Draining, StreamClosed, Welcome, WelcomeLimits
 from kura_shaper.broker.service import OnTerminal
 from kura_shaper.broker.settings import BusUrl
@@ -225,6 +226,49 @@ def test_an_attempt_that_comes_to_no_session_is_counted_by_its_kind(changes: Any
 
 
 # Reconnects.
+
+
+class Slept:
+    """How long a machine has slept, as a test says."""
+
+    def __init__(self) -> None:
+        self.seconds = 1_000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@in_a_loop
+async def test_a_router_that_is_still_there_after_a_sleep_keeps_its_session_and_was_asked_at_once() -> None:
+    slept = Slept()
+    async with running(Script(beats=False), slept_s=slept) as rig:
+        peer = await rig.established()
+        slept.seconds += 0.9  # no sleep, but a clock that is being set right
+        await loop().advance(1)
+        assert rig.broker.counts.heartbeats_sent == 0
+        slept.seconds += 3_600
+        await loop().advance(1)
+        assert rig.broker.counts.heartbeats_sent == 1
+        await until(lambda: len(peer.frames(HeartbeatSeen)) == 1)
+        session = rig.broker.view.session
+        assert session is not None
+        await until(lambda: session.link.http.pongs == 1)
+        await loop().advance(10)
+        assert session is rig.broker.view.session
+
+
+@in_a_loop
+async def test_a_router_that_is_gone_after_a_sleep_is_left_within_seconds() -> None:
+    slept = Slept()
+    async with running(slept_s=slept) as rig:
+        peer = await rig.established()
+        peer.stall()
+        slept.seconds += 3_600
+        await loop().advance(5)
+        assert rig.broker.counts.session_ends["idle_timeout"] == 0
+        await loop().advance(1)
+        assert rig.broker.counts.session_ends["idle_timeout"] == 1
+        peer.go_on()
 
 
 @pytest.mark.case("EB35")
@@ -545,6 +589,23 @@ def test_a_stop_at_any_other_time_ends_at_once(when: str) -> None:
             assert dials(rig) <= 1
 
     check()
+
+
+@in_a_loop
+async def test_the_first_dial_and_no_other_is_at_some_time_within_the_spread_and_a_stop_does_not_wait_for_it() -> None:
+    async with running(start_within_s=60.0) as rig:
+        await until(lambda: rig.broker.view.is_synced)
+        await loop().advance(5)
+        assert dials(rig) == 0
+        await loop().advance(55, step_s=1)
+        (await rig.established()).abort()
+        await rig.again()
+        assert dials(rig) == 2
+    async with running(start_within_s=60.0) as rig:
+        await until(lambda: rig.broker.view.is_synced)
+        rig.broker.stop()
+        await rig.running
+        assert dials(rig) == 0
 
 
 @pytest.mark.case("EP24")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import socket
 import ssl
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from bus_rig import RouterRig, Script, authority, in_a_loop, loop, running, until
+from bus_rig import WIDE, RouterRig, authority, in_a_loop, in_flowing_time, loop, running, until
+from long_way import NARROW_BYTES, RTT_S, long_way, steady_rate
 from pyroute2 import IPRoute
+from pyroute2.netlink.exceptions import NetlinkError
 
 from kura_shaper.broker.dial import MarkRefusedError, require_mark
 from kura_shaper.broker.settings import BusUrl
@@ -28,6 +31,7 @@ from kernel_trees import ACME, GBIT, HOST, document
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from bus_rig import Script
     from conftest import Ended, Network
 
 pytestmark = pytest.mark.privileged
@@ -42,9 +46,9 @@ def world_context() -> ssl.SSLContext:
 
 
 @asynccontextmanager
-async def through_wire(network: Network, **changes: Any) -> AsyncIterator[Any]:
+async def through_wire(network: Network, script: Script | None = None, **changes: Any) -> AsyncIterator[Any]:
     """Run a broker on the node, whose router is in the world."""
-    outside = RouterRig(Script())
+    outside = RouterRig(script)
     with network.in_world():
         await outside.start(host=WORLD[socket.AF_INET], context=world_context())
     async with running(bus_url=BusUrl(WORLD[socket.AF_INET], outside.port), **changes) as rig:
@@ -106,6 +110,41 @@ async def test_a_wire_that_is_cut_ends_the_session_at_the_timeout_and_is_found_a
                 break
         await rig.router.peer(2)
         peer.abort()
+
+
+def delay(interface: str) -> None:
+    """Let what leaves an interface of this namespace take half of the way's time."""
+    with IPRoute() as ip:
+        (index,) = ip.link_lookup(ifname=interface)
+        try:
+            ip.tc("add", "netem", index, "1:", delay=int(RTT_S / 2 * 1_000_000), limit=100_000)
+        except NetlinkError as error:
+            if error.code != errno.ENOENT:
+                raise
+            pytest.skip("this kernel has no netem")
+
+
+@pytest.fixture
+def long_wire(network: Network) -> Network:
+    """Let every packet between node and world take its time."""
+    delay(network.device.name)
+    with network.in_world():
+        delay("up0")
+    return network
+
+
+@pytest.mark.case("EP17")
+@pytest.mark.slow
+@pytest.mark.traffic
+@in_flowing_time
+async def test_over_a_long_wire_the_routers_window_is_the_bound_and_not_the_broker(long_wire: Network) -> None:
+    async def rate(window: int) -> float:
+        async with through_wire(long_wire, long_way(window)) as rig:
+            return await steady_rate(rig)
+
+    narrow, wide = await rate(NARROW_BYTES), await rate(WIDE)
+    assert 0.5 * NARROW_BYTES / RTT_S < narrow < 1.1 * NARROW_BYTES / RTT_S
+    assert wide > 10 * narrow
 
 
 def test_a_mark_that_may_not_be_set_is_an_error_before_anything_is_dialled(

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from bus_rig import NAMESPACE, Census, Rig, Script, in_a_loop, loop, running, until
+from bus_rig import NAMESPACE, Census, Publisher, Rig, Script, in_a_loop, loop, running, until
 
 from kura_shaper.broker.protocol.frames import OtherTarget, StreamOpened, StreamRefused, ZmqEndpoint
 from kura_shaper.broker.protocol.limits import STREAMS_PATH
@@ -403,6 +403,25 @@ async def test_fifty_dials_that_hang_hold_neither_heartbeats_nor_other_streams_u
             await loop().advance(11.5)
             await until(lambda: rig.broker.counts.heartbeats_sent > sent)
             await until(lambda: len(peer.frames(StreamRefused)) == 50)
+
+
+@in_a_loop
+async def test_a_target_that_was_just_not_connected_to_is_refused_the_same_and_not_dialled() -> None:
+    async with running() as rig:
+        peer, publisher = await rig.router.peer(), Publisher()
+        await publisher.start()
+        endpoint = publisher.endpoint
+        rig.directory.advertise(endpoint)
+        await publisher.stop()
+        first = await peer.outcome(peer.subscribe(endpoint))
+        await publisher.start(port=int(endpoint.rpartition(":")[2]))
+        await loop().advance(0.9)
+        again = await peer.outcome(peer.subscribe(endpoint))
+        assert (first.code, first.message) == (again.code, again.message)
+        assert (again.code, publisher.accepted) == ("connect_failed", 0)
+        await loop().advance(0.1)
+        await peer.opened(endpoint)
+        await publisher.stop()
 
 
 @pytest.mark.case("EP3")

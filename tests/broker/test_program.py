@@ -2,134 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import signal
-import sys
-import urllib.error
-import urllib.request
-from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-import yaml
-from bus_rig import TOKEN, Publisher, RouterRig, Script, authority, in_a_loop, pause, until
+from bus_rig import TOKEN, Publisher, Script, in_a_loop, pause, until
+from program_rig import PATH, program
 
 from kura_shaper.broker.protocol.frames import Draining
-from kura_shaper.tenants.kubernetes.fake import FakeApi, refusal
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from dwm import PATH, channel, resource
-from kubernetes_rig import served
+from kura_shaper.tenants.kubernetes.fake import refusal
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-ROOT = Path(__file__).parents[2]
-
-
-class Program:
-    """A broker in a process of its own."""
-
-    def __init__(self, process: asyncio.subprocess.Process, log: Path, port: int) -> None:
-        self.process, self._log, self._port = process, log, port
-        self.router: RouterRig
-        self.publisher: Publisher
-        self.api: FakeApi
-
-    @property
-    def log(self) -> str:
-        """Everything that it logged."""
-        return self._log.read_text()
-
-    async def get(self, page: str) -> tuple[int, str]:
-        """Return status and text of a page."""
-        return await asyncio.to_thread(self._get, page)
-
-    def _get(self, page: str) -> tuple[int, str]:
-        # A variable of the environment must not send this to a proxy.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        try:
-            with opener.open(f"http://127.0.0.1:{self._port}{page}", timeout=10) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-
-    async def has(self, page: str, status: int) -> None:
-        """Return when a page has a status."""
-        while True:
-            try:
-                if (await self.get(page))[0] == status:
-                    return
-            except OSError:  # not there yet
-                assert self.process.returncode is None, self.log
-            await pause()
-
-    async def ended(self) -> int:
-        """Return the status that it ends with."""
-        return await self.process.wait()
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as made:
-        made.bind(("127.0.0.1", 0))
-        port: int = made.getsockname()[1]
-        return port
-
-
-@asynccontextmanager
-async def program(directory: Path, *, script: Script | None = None, **changes: Any) -> AsyncIterator[Program]:
-    """Run the command with a router, an API server and a publisher that is advertised."""
-    router, publisher, api, port = RouterRig(script), Publisher(), FakeApi("DynamoWorkerMetadataList"), free_port()
-    await router.start()
-    await publisher.start()
-    api.put("w0", resource({"k": channel(publisher.endpoint)}, name="w0"), namespace="gpu")
-    (directory / "token").write_text(TOKEN)
-    (directory / "ca.pem").write_bytes(authority().cert_pem.bytes())
-    told = {
-        "bus_url": f"https://127.0.0.1:{router.port}/tunnel",
-        "client_id": "gpu-a-1",
-        "kubernetes_namespace": "gpu",
-        "dynamo_namespaces": ["dynamo"],
-        "token_file": str(directory / "token"),
-        "ca_bundle": str(directory / "ca.pem"),
-        "allowed_cidrs": ["127.0.0.0/8"],
-        "metrics_listen": f"127.0.0.1:{port}",
-        "drain_deadline": "20s",
-    } | changes
-    (directory / "config.yaml").write_text(yaml.safe_dump(told))
-    async with served(api) as address:
-        cluster = {"name": "c", "cluster": {"server": address}}
-        context = {"name": "c", "context": {"cluster": "c", "user": "u"}}
-        config = {
-            "current-context": "c",
-            "clusters": [cluster],
-            "contexts": [context],
-            "users": [{"name": "u", "user": {}}],
-        }
-        (directory / "kubeconfig").write_text(json.dumps({"apiVersion": "v1", "kind": "Config", **config}))
-        with (directory / "log").open("wb") as log:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "kura_shaper", "--log-level", "debug", "event-broker"),
-                *("--config", str(directory / "config.yaml"), "--kubeconfig", str(directory / "kubeconfig")),
-                stdout=log,
-                stderr=log,
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
-            )
-        made = Program(process, directory / "log", port)
-        made.router, made.publisher, made.api = router, publisher, api
-        try:
-            yield made
-        finally:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
-            await publisher.stop()
-            await router.stop()
+    from pathlib import Path
 
 
 @pytest.mark.case("EB38")
@@ -159,6 +44,9 @@ async def test_a_broker_relays_shows_itself_and_drains_at_a_signal(tmp_path: Pat
         connection.transport.close()
         assert (await peer.closed(stream_id)).code == "upstream_closed"
         assert await run.ended() == 0
+        refused = next(line for line in run.log.splitlines() if "stream_refused" in line)
+        assert "ipc://x" not in refused
+        assert len(json.loads(refused)["target"]) == 12
         said = run.log + "".join(text for _, text in pages.values())
         assert "session_established" in said
         assert TOKEN not in said
@@ -218,6 +106,19 @@ async def test_a_port_that_is_taken_and_a_bad_file_end_with_2(tmp_path: Path) ->
     async with program(tmp_path, max_streams=0) as run:
         assert await run.ended() == 2
         assert "max_streams" in run.log
+
+
+@in_a_loop
+async def test_targets_are_logged_in_clear_and_a_network_of_everything_is_warned_of(tmp_path: Path) -> None:
+    networks = ["0.0.0.0/0", "127.0.0.0/8"]
+    async with program(tmp_path, options=["--log-targets"], allowed_cidrs=networks) as run:
+        peer = await run.router.peer()
+        assert await peer.refusal("ipc://\x1b[2J") == "invalid_target"
+        run.process.send_signal(signal.SIGTERM)
+        assert await run.ended() == 0
+        assert r'"target": "ipc://\u001b[2J"' in run.log
+        assert '"event": "any_address_is_allowed", "network": "0.0.0.0/0"' in run.log
+        assert "127.0.0.0/8" not in run.log
 
 
 @pytest.mark.case("EB41")

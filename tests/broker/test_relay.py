@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 import zmq
-from bus_rig import Census, Connection, Peer, Rig, Script, in_a_loop, loop, pause, running, until
+from bus_rig import WIDE, Census, Connection, Peer, Rig, Script, in_a_loop, in_flowing_time, loop, pause, running, until
+from long_way import NARROW_BYTES, RTT_S, delaying, long_way, steady_rate
 
 from kura_shaper.broker.protocol.codes import DrainReason
-from kura_shaper.broker.protocol.frames import StreamClosed
+from kura_shaper.broker.protocol.frames import StreamClosed, StreamRefused
 from kura_shaper.broker.protocol.limits import CHUNK_OVERHEAD_BYTES, KIB, MIB, SESSION_BUFFER_BYTES
+from kura_shaper.units import Rate
 
 if TYPE_CHECKING:
     from kura_shaper.broker.session import BusSession
@@ -133,6 +135,97 @@ class _bridge:  # noqa: N801 - used like a function
                 self._writer.write(bytes(received[self._sent :]))
                 self._sent = len(received)
             await pause()
+
+
+@in_a_loop
+async def test_a_stream_that_is_faster_than_its_rate_overflows_alone_and_its_publisher_is_never_held_back() -> None:
+    rate = Rate(8_000_000)
+    async with running(max_stream_rate=rate) as rig:
+        peer, _, loud, loud_id = await rig.stream()
+        quiet_publisher = await rig.publisher()
+        quiet_id = await peer.opened(quiet_publisher.endpoint)
+        await loud.send(bytes(600 * KIB))
+        # Time stands still, so no more than the burst has left.
+        await until(lambda: len(peer.streams[loud_id].received) > 48 * KIB)
+        await (await quiet_publisher.connection()).send(bytes(10 * KIB))
+        await until(lambda: len(peer.streams[quiet_id].received) == 10 * KIB)
+        await loop().advance(0.1, step_s=0.01)
+        assert 48 * KIB + 80_000 <= len(peer.streams[loud_id].received) <= 64 * KIB + 100_000
+        await loop().advance(1, step_s=0.01)
+        await until(lambda: len(peer.streams[loud_id].received) == 600 * KIB)
+        await loud.send(bytes(16 * MIB))
+        assert (await peer.closed(loud_id)).code == "buffer_overflow"
+        assert list(session_of(rig).relays) == [quiet_id]
+
+
+@in_a_loop
+async def test_what_the_session_says_has_no_rate() -> None:
+    async with running(max_stream_rate=Rate(256_000)) as rig:
+        peer = await rig.established()
+        for refused in range(200, 2_001, 200):
+            for _ in range(200):
+                peer.subscribe("ipc://x")
+            await until(lambda refused=refused: len(peer.frames(StreamRefused)) == refused)  # type: ignore[misc]
+
+
+@in_a_loop
+async def test_the_tail_of_a_stream_with_a_rate_is_sent_in_its_time() -> None:
+    async with running(max_stream_rate=Rate(256_000)) as rig:
+        peer, _, connection, stream_id = await rig.stream()
+        await connection.send(bytes(300 * KIB))
+        connection.transport.close()
+        await loop().advance(12)
+        assert (await peer.closed(stream_id)).code == "upstream_closed"
+        assert len(peer.streams[stream_id].received) == 300 * KIB
+        assert peer.streams[stream_id].ended
+
+
+@in_a_loop
+async def test_a_stream_whose_publisher_left_the_metadata_is_ended_after_a_while_where_that_is_asked_for() -> None:
+    async with running(deauthorise_after_ms=30_000) as rig:
+        peer, publisher, connection, stream_id = await rig.stream()
+        other = await rig.publisher()
+        other_id = await peer.opened(other.endpoint)
+        rig.directory.withdraw(publisher.endpoint)
+        await loop().advance(29, step_s=1)
+        rig.directory.advertise(publisher.endpoint)  # in time
+        await loop().advance(30, step_s=1)
+        rig.directory.withdraw(publisher.endpoint)
+        await loop().advance(10, step_s=1)
+        rig.directory.is_current = False  # nobody knows, for longer than it takes
+        await loop().advance(60, step_s=1)
+        rig.directory.is_current = True
+        await loop().advance(30, step_s=1)
+        assert set(session_of(rig).relays) == {stream_id, other_id}
+        await loop().advance(2, step_s=1)
+        assert (await peer.closed(stream_id)).code == "upstream_closed"
+        await until(lambda: peer.streams[stream_id].reset is not None and connection.lost)
+        assert set(session_of(rig).relays) == {other_id}
+        assert rig.broker.counts.stream_ends["deauthorised"] == 1
+
+
+@in_a_loop
+async def test_by_itself_a_stream_outlives_its_metadata() -> None:
+    async with running() as rig:
+        peer, publisher, connection, stream_id = await rig.stream()
+        rig.directory.withdraw(publisher.endpoint)
+        await loop().advance(3_600, step_s=5)
+        await connection.send(b"x")
+        await until(lambda: len(peer.streams[stream_id].received) == 1)
+
+
+@pytest.mark.case("EP17")
+@pytest.mark.slow
+@pytest.mark.traffic
+@in_flowing_time
+async def test_over_a_long_way_the_routers_window_is_the_bound_and_not_the_broker() -> None:
+    async def rate(window_bytes: int) -> float:
+        async with running(long_way(window_bytes), through=delaying) as rig:
+            return await steady_rate(rig)
+
+    narrow, wide = await rate(NARROW_BYTES), await rate(WIDE)
+    assert 0.5 * NARROW_BYTES / RTT_S < narrow < 1.1 * NARROW_BYTES / RTT_S
+    assert wide > 10 * narrow
 
 
 @pytest.mark.case("EB27")
@@ -449,8 +542,11 @@ async def test_a_router_that_stops_reading_costs_its_streams_and_what_is_held_st
             await (await publisher.connection(number + 1)).send(bytes(32 * MIB))
         await until(lambda: rig.broker.counts.stream_ends["buffer_overflow"] == 4)
         assert session.budget.used_bytes == 0
-        assert session.budget.high_water_bytes <= 4 * MIB
-        assert session.budget.outside_bytes <= 256 * KIB
+        assert session.budget.high_water_bytes <= 4 * MIB + 256 * KIB
+        assert 64 * KIB <= session.buffered_bytes == session.budget.outside_bytes <= 256 * KIB
+        # What TLS wrote on and the kernel did not take is told nobody, and never much.
+        below = session.link._transport._ssl_protocol._transport  # type: ignore[union-attr]
+        assert below.get_write_buffer_size() <= 192 * KIB
         peer.go_on()
         await until(lambda: len(peer.frames(StreamClosed)) == 4)
 
@@ -459,10 +555,14 @@ async def test_a_router_that_stops_reading_costs_its_streams_and_what_is_held_st
 async def test_a_router_that_reads_nothing_and_keeps_asking_is_given_up() -> None:
     async with running() as rig:
         peer = await rig.router.peer()
+        session, most_bytes = session_of(rig), 0
         peer.stall()
         while not rig.broker.counts.session_ends["connection_lost"]:
             peer.ping(2_000)
             await asyncio.sleep(0)
+            most_bytes = max(most_bytes, session.buffered_bytes)
+        # The answers that HTTP/2 itself has are held as well, so they count.
+        assert most_bytes > MIB / 2
         assert rig.broker.counts.session_ends["connection_lost"] == 1
 
 
@@ -470,11 +570,14 @@ async def test_a_router_that_reads_nothing_and_keeps_asking_is_given_up() -> Non
 async def test_a_router_that_grants_its_own_answers_nothing_and_keeps_asking_is_given_up() -> None:
     async with running(stingy(session_window=0)) as rig:
         peer = await rig.established()
+        session, most_bytes = session_of(rig), 0
         asked = {"type": "subscribe", "stream_id": "x", "target": {"kind": "other"}}
         while not rig.broker.counts.session_ends["connection_lost"]:
             for _ in range(200):
                 peer.say_object(asked)
             await pause()
+            most_bytes = max(most_bytes, session.buffered_bytes)
+        assert most_bytes > MIB / 2
         # It is told of refusals until its window is used up, and then of nothing: they are not kept without end.
         assert rig.broker.counts.refusals["unsupported_target"] < 30_000
 

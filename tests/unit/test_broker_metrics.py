@@ -17,7 +17,7 @@ from kura_shaper.broker.health import BrokerHealth
 from kura_shaper.broker.metrics import BrokerMetrics
 from kura_shaper.broker.protocol.codes import RefusalCode, SessionCode
 from kura_shaper.broker.protocol.limits import SECOND_NS
-from kura_shaper.broker.refusals import RefusalLog
+from kura_shaper.broker.refusals import RefusalLog, Targets
 from kura_shaper.broker.service import View
 from kura_shaper.clock import FakeClock
 
@@ -35,7 +35,7 @@ class FakeBroker:
     """What metrics and probes read of a broker."""
 
     def __init__(self, clock: FakeClock) -> None:
-        self.counts, self.view, self.now_ns = Counts(), View(turned_s=0.0), clock.now_ns
+        self.counts, self.view, self.now_ns, self.max_streams = Counts(), View(turned_s=0.0), clock.now_ns, 256
 
 
 class FakeDirectory:
@@ -124,6 +124,27 @@ def test_the_first_refusal_of_each_code_in_a_minute_is_logged_with_how_many_were
     # Codes of no known kind share one window, or they would be a way to flood.
     assert logged(*(f"x{number}" for number in range(9))) == [("unknown", 0)]
     assert (counter["draining"], counter["connect_failed"], counter["unknown"]) == (9, 1, 9)
+
+
+def test_a_line_has_its_target_as_a_hash_of_this_process_or_in_clear_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept, endpoint = Kept(), "tcp://10.244.1.7:41235"
+    monkeypatch.setattr(logging.getLogger("kura_shaper.broker"), "handlers", [kept])
+
+    def named(log: RefusalLog, *targets: str) -> list[str]:
+        kept.fields.clear()
+        for code, target in zip(RefusalCode, targets, strict=False):
+            log.note(code, target=target)
+        return [each["target"] for each in kept.fields]
+
+    first, second = (RefusalLog(Counts().refusals, now_ns=FakeClock().now_ns) for _ in range(2))
+    one, same, other, odd = named(first, endpoint, endpoint, f"{endpoint}6", "tcp://\ud800")
+    assert one == same
+    assert len({one, other, odd, *named(second, endpoint)}) == 4
+    assert all(len(each) == 12 and int(each, 16) >= 0 for each in (one, other, odd))
+    clear = RefusalLog(Counts().refusals, now_ns=FakeClock().now_ns, targets=Targets.CLEAR)
+    assert named(clear, endpoint, "x" * 300) == [endpoint, "x" * 256]
 
 
 @pytest.mark.case("EP7")

@@ -42,7 +42,7 @@ class Stream:
 
 
 def outbox(http: Http, *streams: Stream) -> Outbox:
-    made = Outbox(http)  # type: ignore[arg-type]
+    made = Outbox(http)
     made.begin_session(SESSION)
     for stream in streams:
         made.put(stream)
@@ -82,7 +82,7 @@ def test_the_session_goes_first_and_also_when_data_has_no_room() -> None:
 
 def test_what_the_session_has_to_say_waits_for_its_stream_and_its_window() -> None:
     http = Http()
-    made = Outbox(http)  # type: ignore[arg-type]
+    made = Outbox(http)
     made.put_session(bytes(100))
     made.fill(MIB)
     assert http.sent == []

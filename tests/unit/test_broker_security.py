@@ -110,6 +110,7 @@ def test_an_error_does_not_repeat_a_hostile_endpoint() -> None:
 class Everything:
     def __init__(self, *known: tuple[str, str]) -> None:
         self.known = set(known)
+        self.is_current = True
 
     def is_advertised(self, endpoint: str, dynamo_namespace: str) -> bool:
         return (endpoint, dynamo_namespace) in self.known

@@ -19,6 +19,7 @@ from kura_shaper.broker.settings import BrokerSettings, BusUrl, load_settings
 from kura_shaper.cli.main import app
 from kura_shaper.log import LogFormat, LogLevel
 from kura_shaper.tenants.document import Endpoint
+from kura_shaper.units import Rate
 
 GOOD: dict[str, Any] = {
     "bus_url": "https://router.example.net:8443/tunnel",
@@ -34,6 +35,8 @@ GOOD: dict[str, Any] = {
     "upstream_connect_timeout": "5s",
     "reconnect_backoff": {"min": "1s", "max": "60s"},
     "drain_deadline": "25s",
+    "deauthorise_after": "30s",
+    "max_stream_rate": "2.5Gbit",
     "metrics_listen": "0.0.0.0:9464",
     "so_mark": "0x1000000",
     "log_level": "info",
@@ -63,6 +66,8 @@ def test_everything_that_can_be_told_is_read(tmp_path: Path) -> None:
         token_file=Path("/var/run/secrets/event-broker/token"),
         ca_bundle=Path("/etc/event-broker/ca.pem"),
         allowed_cidrs=(ipaddress.ip_network("10.244.0.0/16"),),
+        deauthorise_after_ms=30_000,
+        max_stream_rate=Rate(2_500_000_000),
         so_mark=0x1000000,
     )
 
@@ -72,6 +77,7 @@ def test_what_is_not_told_has_its_default(tmp_path: Path) -> None:
     assert found.watch_namespaces == ("gpu",)
     assert (found.max_streams, found.max_stream_buffer_bytes) == (256, 1 << 20)
     assert (found.reconnect_least_ms, found.reconnect_most_ms, found.drain_deadline_ms) == (1_000, 60_000, 25_000)
+    assert (found.deauthorise_after_ms, found.max_stream_rate) == (None, None)
     assert (found.metrics_listen, found.so_mark) == (Endpoint("0.0.0.0", 9464), None)
     assert (found.log_level, found.log_format) == (LogLevel.INFO, LogFormat.JSON)
 
@@ -123,6 +129,13 @@ BAD: list[tuple[str, Any]] = [
     ("reconnect_backoff", {"least": "1s"}),
     ("reconnect_backoff", "1s"),
     ("drain_deadline", "11m"),
+    ("deauthorise_after", "999ms"),
+    ("deauthorise_after", "61m"),
+    ("max_stream_rate", "200"),
+    ("max_stream_rate", "200mbit"),
+    ("max_stream_rate", "255kbit"),
+    ("max_stream_rate", "101Gbit"),
+    ("max_stream_rate", "1.2345Gbit"),
     ("metrics_listen", "9464"),
     ("so_mark", 0),
     ("so_mark", 1 << 32),

@@ -19,7 +19,7 @@ DEMANDED = [
     *(f"F{number}" for number in range(20, 56) if number not in (34, 53, 54)),
     *("G1", "G5", "G6", "G7"),
     *(f"EB{number}" for number in range(1, 53) if number != 29),
-    *(f"EP{number}" for number in range(1, 27) if number not in (11, 13, 17, 21)),
+    *(f"EP{number}" for number in range(1, 27) if number not in (11, 13, 21)),
     *(f"ED{number}" for number in range(1, 22) if number not in (17, 20)),
     *(f"ER{number}" for number in range(1, 70)),
 ]

@@ -137,7 +137,8 @@ class BrokerSession(Session):
         code = self._why_not(asked)
         if code is not None:
             self._send(StreamRefused.of(asked.stream_id, code))
-            return events.SubscribeRefused(asked.stream_id, code)
+            endpoint = asked.target.endpoint if isinstance(asked.target, ZmqEndpoint) else ""
+            return events.SubscribeRefused(asked.stream_id, code, endpoint)
         self._streams[asked.stream_id] = StreamState.OPENING
         most = self.limits.max_stream_buffer_bytes
         assert isinstance(asked.target, ZmqEndpoint)  # noqa: S101 - for the type checker: _why_not refuses all others

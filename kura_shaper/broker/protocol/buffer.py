@@ -19,16 +19,18 @@ class Budget:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self.high_water_bytes = 0
-        # What is framed and not yet the kernel's is held as well, or a stalled connection would pass the limit.
+        # What is framed or said and not yet the kernel's is held as well, or a stalled connection would pass the limit.
         self.outside_bytes = 0
 
     def take(self, cost_bytes: int) -> bool:
         """Take so much if it is there."""
         used_bytes = self.used_bytes + cost_bytes
-        if used_bytes + self.outside_bytes > self.limit_bytes:
+        held_bytes = used_bytes + self.outside_bytes
+        if held_bytes > self.limit_bytes:
             return False
         self.used_bytes = used_bytes
-        self.high_water_bytes = max(self.high_water_bytes, used_bytes)
+        if held_bytes > self.high_water_bytes:
+            self.high_water_bytes = held_bytes
         return True
 
     def give_back(self, cost_bytes: int) -> None:

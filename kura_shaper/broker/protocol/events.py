@@ -32,10 +32,11 @@ class SubscribeAsked:
 
 @dataclass(frozen=True, slots=True)
 class SubscribeRefused:
-    """To a broker: the session itself refused a subscribe, and has said so."""
+    """To a broker: the session itself refused a subscribe, and has said so. `endpoint` is what was asked for."""
 
     stream_id: str
     code: RefusalCode
+    endpoint: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,10 +92,15 @@ class Session(ABC):
         if now_ns - self._heard_ns >= self._terms.idle_timeout_ms * MS_NS:
             return (self.fail(SessionCode.IDLE_TIMEOUT, "no frame came within idle_timeout_ms"),)
         if now_ns >= self._beat_due_ns:
+            self.beat()
+        return ()
+
+    def beat(self) -> None:
+        """Beat now, whenever the next one was due."""
+        if not self.has_ended and self._terms is not None:
             self._beats += 1
             self._send(self._heartbeat(self._beats))
             self._plan_beat()
-        return ()
 
     def data_to_send(self) -> bytes:
         """Return the bytes that are to be sent, once."""

@@ -1,40 +1,39 @@
-"""The API server over HTTP: where it is and who we are, as the cluster or a kubeconfig says.
+"""The API server over HTTP.
 
-What a pod or a kubeconfig says is read by the official client, which knows every way to
-log in. It is asked anew for each request, since a pod's token is good for an hour and its
-file is replaced before. The requests themselves are plain aiohttp.
-
-The client takes half a second to import, so it is imported when it is first needed.
+Who we are is asked anew for each request, since a pod's token is good for an hour and its file is replaced before.
+With a kubeconfig the requests are aiohttp's, which knows proxies and takes its time to import: only then.
 """
 
 from __future__ import annotations
 
 import os
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kura_shaper import __version__
-from kura_shaper.tenants.kubernetes.wire import ApiError
+from kura_shaper.tenants.kubernetes import http, login
+from kura_shaper.tenants.kubernetes.login import PodLogin
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping
+    import ssl
+    from collections.abc import AsyncIterator, Mapping
+    from contextlib import AbstractAsyncContextManager, AbstractContextManager
     from types import TracebackType
 
     import aiohttp
 
+    from kura_shaper.tenants.kubernetes.login import Login
     from kura_shaper.tenants.kubernetes.pace import AsyncClock
+    from kura_shaper.tenants.kubernetes.wire import Answer
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-_IN_CLUSTER = "KUBERNETES_SERVICE_HOST"
-_CONNECT_S = 10
 # One object is a line of a watch, and etcd keeps none above 1.5 MB; aiohttp takes twice this.
 _LINE_BYTES = 2 << 20
 # A kubeconfig may start a program to log in, which is not done for each page of a list.
 _KUBECONFIG_GOOD_NS = 60_000_000_000
 _USERS_KUBECONFIG = Path("~/.kube/config")
 _UNAUTHORIZED = 401
-_SHOWN_CHARACTERS = 300
 
 
 class Access:
@@ -51,16 +50,16 @@ class Access:
         """A kubeconfig that is given counts; else the pod that this runs in, else the kubeconfig of the user."""
         self._kubeconfig, self._clock, self._environ = kubeconfig, clock, environ
         self._service_account = service_account
-        self._known: Any = None
+        self._known: Login | None = None
         self._known_at_ns = 0
 
     @property
     def is_in_cluster(self) -> bool:
         """Whether a pod's service account is used."""
-        return self._kubeconfig is None and bool(self._environ.get(_IN_CLUSTER))
+        return self._kubeconfig is None and bool(self._environ.get(login.HOST))
 
-    async def configuration(self) -> Any:
-        """Return the client's configuration as it is now. Raises ApiError where there is none."""
+    async def login(self) -> Login:
+        """Return where the API server is and who we are, as it is now. Raises ApiError where that is not known."""
         age_ns = self._clock.now_ns() - self._known_at_ns
         if self._known is None or self.is_in_cluster or age_ns >= _KUBECONFIG_GOOD_NS:
             self._known = await self._load()
@@ -71,46 +70,20 @@ class Access:
         """Read everything anew the next time: it was refused."""
         self._known = None
 
-    async def _load(self) -> Any:
-        try:
-            from kubernetes.aio.client import Configuration
-            from kubernetes.aio.config import ConfigException, load_kube_config
-            from kubernetes.aio.config.incluster_config import InClusterConfigLoader
-            from yaml import YAMLError
-        except ImportError as error:
-            raise ApiError(
-                "the Kubernetes client is not installed", remedy="install kura-shaper[kubernetes]"
-            ) from error
-        found = Configuration()
-        try:
-            if self.is_in_cluster:
-                token, certificate = self._service_account / "token", self._service_account / "ca.crt"
-                InClusterConfigLoader(str(token), str(certificate), environ=self._environ).load_and_set(found)
-            else:
-                path = str(self._kubeconfig or self._environ.get("KUBECONFIG") or _USERS_KUBECONFIG.expanduser())
-                if os.pathsep not in path:
-                    Path(path).stat()  # the client only logs that there is none
-                await load_kube_config(path, client_configuration=found, persist_config=False)
-        # A kubeconfig that is not of the shape that is expected fails in every way there is.
-        except (ConfigException, YAMLError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            where = "the service account" if self.is_in_cluster else self._kubeconfig or "the kubeconfig"
-            words = " ".join(str(error).split())
-            raise ApiError(f"{where} can't be used: {words}", remedy="give --kubeconfig, or run in a pod") from error
-        return found
+    async def _load(self) -> Login:
+        if self.is_in_cluster:
+            return login.of_pod(self._environ, self._service_account)
+        path = str(self._kubeconfig or self._environ.get("KUBECONFIG") or _USERS_KUBECONFIG.expanduser())
+        return await login.of_kubeconfig(path, name=self._kubeconfig or "the kubeconfig")
 
 
-@contextmanager
-def _mapped() -> Iterator[None]:
-    """Turn everything that a connection may end by into one error."""
+def _mapped() -> AbstractContextManager[None]:
+    """Turn everything that a connection of aiohttp may end by into one error."""
     import aiohttp
     from aiohttp.http import HttpProcessingError
 
-    try:
-        yield
     # A line that is too long is a ValueError or, in newer versions, an error of its own.
-    except (aiohttp.ClientError, HttpProcessingError, OSError, ValueError) as error:
-        words = " ".join(str(error).split())[:_SHOWN_CHARACTERS] or type(error).__name__
-        raise ApiError(f"the API server can't be reached: {words}") from error
+    return http.unreached(aiohttp.ClientError, HttpProcessingError)
 
 
 class _HttpAnswer:
@@ -123,8 +96,7 @@ class _HttpAnswer:
 
     @property
     def retry_after_ns(self) -> int:
-        seconds = self._response.headers.get("Retry-After", "")
-        return int(seconds) * 1_000_000_000 if seconds.isdecimal() and len(seconds) <= 2 else 0
+        return http.retry_after_ns(self._response.headers.get("Retry-After", ""))
 
     async def body(self) -> bytes:
         with _mapped():
@@ -144,6 +116,7 @@ class HttpApi:
         # The last one is in use. Others may still have a watch, so they are closed at the end.
         self._sessions: list[aiohttp.ClientSession] = []
         self._certificates: tuple[bytes, ...] = ()
+        self._context: ssl.SSLContext | None = None
 
     async def __aenter__(self) -> HttpApi:
         return self
@@ -157,43 +130,58 @@ class HttpApi:
     @asynccontextmanager
     async def get(
         self, path: str, query: Mapping[str, str], *, idle_s: float, total_s: float | None = None
-    ) -> AsyncIterator[_HttpAnswer]:
+    ) -> AsyncIterator[Answer]:
         """See wire.Api."""
+        found = await self._access.login()
+        opened: AbstractAsyncContextManager[Answer]
+        if isinstance(found, PodLogin):
+            opened = http.get(found, path, query, context=self._trusted(found), idle_s=idle_s, total_s=total_s)
+        else:
+            opened = self._get(found, path, query, idle_s=idle_s, total_s=total_s)
+        async with opened as answer:
+            if answer.status == _UNAUTHORIZED:
+                self._access.forget()
+            yield answer
+
+    @asynccontextmanager
+    async def _get(
+        self, found: Login, path: str, query: Mapping[str, str], *, idle_s: float, total_s: float | None
+    ) -> AsyncIterator[_HttpAnswer]:
         import aiohttp
 
-        configuration = await self._access.configuration()
-        session = self._session(configuration)
+        session = self._session(found)
         headers = {"Accept": "application/json", "User-Agent": f"kura-shaper/{__version__}"}
-        if token := await configuration.get_api_key_with_prefix("BearerToken"):
-            headers["Authorization"] = token.strip()
+        if authorization := await found.authorization():
+            headers["Authorization"] = authorization
+        timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=http.CONNECT_WITHIN_S, sock_read=idle_s)
         with _mapped():
             response = await session.get(
-                configuration.host + path,
+                found.host + path,
                 params=query,
                 headers=headers,
                 allow_redirects=False,
-                proxy=configuration.proxy,
-                server_hostname=configuration.tls_server_name,
-                timeout=aiohttp.ClientTimeout(total=total_s, sock_connect=_CONNECT_S, sock_read=idle_s),
+                proxy=found.proxy,
+                server_hostname=found.tls_server_name,
+                timeout=timeout,
             )
         async with response:
-            if response.status == _UNAUTHORIZED:
-                self._access.forget()
             yield _HttpAnswer(response)
 
-    def _session(self, configuration: Any) -> aiohttp.ClientSession:
-        """Return a session with the certificates of the configuration, which are replaced now and then."""
-        import aiohttp
-        from kubernetes.aio.client.rest import RESTClientObject
+    def _trusted(self, found: Login) -> ssl.SSLContext:
+        """Return the context of a login, made anew when its certificates were replaced."""
+        with http.unreached():
+            certificates = tuple(file.read_bytes() for file in found.certificates)
+            if self._context is None or certificates != self._certificates:
+                self._context, self._certificates = found.context(), certificates
+        return self._context
 
-        with _mapped():
-            files = (configuration.ssl_ca_cert, configuration.cert_file, configuration.key_file)
-            certificates = tuple(Path(file).read_bytes() for file in files if file)
-            if not self._sessions or certificates != self._certificates:
-                # It makes no connection until it is used, and it is not.
-                trusted = RESTClientObject(configuration).ssl_context
-                # Each watch keeps a connection, and whoever watches knows how many.
-                connector = aiohttp.TCPConnector(ssl=trusted, limit=0)
-                self._sessions.append(aiohttp.ClientSession(connector=connector, read_bufsize=_LINE_BYTES))
-                self._certificates = certificates
+    def _session(self, found: Login) -> aiohttp.ClientSession:
+        """Return a session with the certificates of a login."""
+        import aiohttp
+
+        before, context = self._context, self._trusted(found)
+        if not self._sessions or context is not before:
+            # Each watch keeps a connection, and whoever watches knows how many.
+            connector = aiohttp.TCPConnector(ssl=context, limit=0)
+            self._sessions.append(aiohttp.ClientSession(connector=connector, read_bufsize=_LINE_BYTES))
         return self._sessions[-1]
