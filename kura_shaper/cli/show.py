@@ -6,6 +6,8 @@ import logging
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from kura_shaper.cli.stdout import print_json as print_json
 from kura_shaper.cli.stdout import say as say
 from kura_shaper.kernel.executor import Status
@@ -14,8 +16,6 @@ from kura_shaper.tree.steer import limits_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-    import typer
 
     from kura_shaper.kernel.apply import Applied
     from kura_shaper.kernel.prove import Proof
