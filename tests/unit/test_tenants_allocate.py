@@ -129,7 +129,8 @@ names = st.from_regex(r"[a-z]([a-z0-9-]{0,8}[a-z0-9])?", fullmatch=True)
 @given(st.lists(names, unique=True, max_size=8), st.randoms(use_true_random=False))
 def test_whoever_lacks_a_class_gets_one_and_whoever_has_one_keeps_it(found: list[str], random: object) -> None:
     half = len(found) // 2
-    with_class = {f"x{name}"[:40]: 0x100 + number for number, name in enumerate(found[:half])}
+    # Longer than any of the others, so that none stands twice; and no word that YAML reads as another.
+    with_class = {f"has-a-class-{name}": 0x100 + number for number, name in enumerate(found[:half])}
     text = document(*(f'"{name}"' for name in found[half:]), **with_class)
     made = allocated(text)
     ids = classes(made.text)
