@@ -88,10 +88,18 @@ class Credentials:
 
     def has_other_token(self, than: str) -> bool:
         """Return whether the token has changed since it was used."""
+        return self.other_token(than) is not None
+
+    def other_token(self, than: str) -> str | None:
+        """Return the token as it is now when it is another than the one that was used; None where it can't be read."""
         try:
-            return self.read_token() != than
+            found = self.read_token()
         except CredentialError:
-            return False
+            return None
+        if found == than:
+            return None
+        self._token = found
+        return found
 
 
 def _tell(error: CredentialError) -> bool:

@@ -237,6 +237,7 @@ class Broker:
                 software=Software("kura-shaper", __version__),
             ),
             token=token,
+            other_token=self._credentials.other_token,
             user_agent=f"kura-shaper/{__version__}",
             path_prefix=settings.bus_url.prefix,
             publishers=publishers,

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kura_shaper.broker import endings
-from kura_shaper.broker.authority import LOOK_EVERY_S, end_what_left
 from kura_shaper.broker.counts import Counts, DialOutcome, StreamEnd, count
+from kura_shaper.broker.deauthorise import LOOK_EVERY_S, end_what_left
 from kura_shaper.broker.link import BusLink
 from kura_shaper.broker.outbox import Outbox
 from kura_shaper.broker.pace import Paced
@@ -27,6 +27,7 @@ from kura_shaper.broker.security import StreamRefusedError
 from kura_shaper.log import event as log_event
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from random import Random
 
     from kura_shaper.broker.endings import SessionEnd
@@ -54,6 +55,8 @@ class SessionParts:
 
     hello: Hello
     token: str
+    other_token: Callable[[str], str | None]
+    """Returns the token as it is now when it is not this one."""
     user_agent: str
     path_prefix: str
     publishers: Publishers
@@ -84,6 +87,7 @@ class BusSession:
         self.headers: list[tuple[str, str]] = []
         self.relays: dict[str, Relay] = {}
         self.established_ns = 0
+        self._session_id = ""
         self.ended: asyncio.Future[SessionEnd] = self._loop.create_future()
         self._openings: set[asyncio.Task[None]] = set()
         self._status = 0
@@ -95,7 +99,7 @@ class BusSession:
         self._probe_timer: asyncio.TimerHandle | None = None
         self._after_drain: SessionEnd | None = None
         self._http_id = 0
-        self._basic = [("authorization", f"Bearer {parts.token}"), ("user-agent", parts.user_agent)]
+        self._token = parts.token
 
     def now_ns(self) -> int:
         """The time of the event loop."""
@@ -142,7 +146,10 @@ class BusSession:
 
     def _request_headers(self) -> list[tuple[str, str]]:
         version = str(self._parts.hello.protocol_max)
-        return [*self._basic, ("content-type", MEDIA_TYPE), ("accept", MEDIA_TYPE), ("x-bus-protocol", version)]
+        return [*self._who(), ("content-type", MEDIA_TYPE), ("accept", MEDIA_TYPE), ("x-bus-protocol", version)]
+
+    def _who(self) -> list[tuple[str, str]]:
+        return [("authorization", f"Bearer {self._token}"), ("user-agent", self._parts.user_agent)]
 
     # What HTTP/2 tells of the session's own request.
 
@@ -240,7 +247,8 @@ class BusSession:
         for code in self.counts.terminal_error:
             self.counts.terminal_error[code] = 0
         log_event(_log, "session_established", session_id=welcomed.welcome.session_id, **_shown(welcomed.limits))
-        self.headers = [*self._basic, ("x-bus-session", welcomed.welcome.session_id)]
+        self._session_id = welcomed.welcome.session_id
+        self.headers = [*self._who(), ("x-bus-session", self._session_id)]
         self._look_again()
 
     def _subscribe(self, asked: events.SubscribeAsked) -> None:
@@ -301,6 +309,15 @@ class BusSession:
     def on_session_gone(self) -> None:
         """See RelayOwner."""
         self._end(endings.lost("the router does not know the session any more"))
+
+    def on_login_refused(self) -> None:
+        """See RelayOwner."""
+        other = self._parts.other_token(self._token)
+        if other is not None:
+            # The session was let in and stays; what is asked for from now on is asked for with what is good now.
+            self._token = other
+            self.headers = [*self._who(), ("x-bus-session", self._session_id)]
+            log_event(_log, "token_changed")
 
     def _forget(self, relay: Relay) -> None:
         if self.relays.get(relay.stream_id) is relay:

@@ -376,6 +376,45 @@ async def test_a_token_that_was_replaced_is_tried_at_once_and_only_once(tmp_path
         assert sum(rig.broker.counts.reconnects.values()) == 0
 
 
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_stream_that_is_not_let_in_has_the_next_ones_asked_for_with_the_token_as_it_is_now(
+    status: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("kura_shaper"), "propagate", True)
+    token = tmp_path / "token"
+    token.write_text("of-yesterday")
+
+    @in_a_loop
+    async def check() -> None:
+        async with running(Script(token="of-yesterday", login_status=status), token_file=token) as rig:
+            peer, publisher, connection, first = await rig.stream()
+            session = rig.broker.view.session
+            peer.script.token = "of-today"
+            assert await peer.refusal(publisher.endpoint) == "stream_rejected"
+            token.write_text(" ")  # what can't be used is not used
+            assert await peer.refusal(publisher.endpoint) == "stream_rejected"
+            token.write_text("of-today\n")
+            # The look is taken when a stream is not let in, so the next one is.
+            assert await peer.refusal(publisher.endpoint) == "stream_rejected"
+            second = await peer.opened(publisher.endpoint)
+            assert peer.streams[second].headers["authorization"] == "Bearer of-today"
+            assert peer.streams[second].headers["x-bus-session"] == peer.streams[first].headers["x-bus-session"]
+            assert "authorization" in peer.never_indexed
+            assert rig.broker.view.session is session
+            assert dials(rig) == 1
+            await connection.send(b"still here")
+            await until(lambda: bytes(peer.streams[first].received) == b"still here")
+            status_text = json.dumps(BrokerHealth(rig.broker, NoDirectory()).status())  # type: ignore[arg-type]
+            assert "of-today" not in status_text
+
+    with caplog.at_level(logging.DEBUG), caplog.at_level(logging.DEBUG, "kura_shaper"):
+        check()
+    said = "\n".join(f"{record.getMessage()} {record.__dict__}" for record in caplog.records)
+    assert said.count("token_changed") >= 1
+    assert "of-today" not in said
+    assert "of-yesterday" not in said
+
+
 @pytest.mark.case("EP5")
 @in_a_loop
 async def test_an_authority_that_was_replaced_is_trusted_at_the_next_dial_and_a_bad_file_keeps_the_last(
