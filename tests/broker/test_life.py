@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import trustme
 from bus_rig import TOKEN, Peer, Rig, RouterRig, Script, in_a_loop, loop, running, server_context, until
+from hpack import Encoder
 
 from kura_shaper.broker.health import BrokerHealth
 from kura_shaper.broker.protocol import events
@@ -223,6 +224,29 @@ def test_an_attempt_that_comes_to_no_session_is_counted_by_its_kind(changes: Any
             assert rig.broker.counts.dials["established"] == 0
 
     check()
+
+
+def raw_answer(http_id: int, name: bytes, value: bytes) -> bytes:
+    """Return an answer whose head a library would not send."""
+    block = Encoder().encode([(b":status", b"200"), (name, value)])
+    return len(block).to_bytes(3, "big") + b"\x01\x04" + http_id.to_bytes(4, "big") + block
+
+
+@in_a_loop
+async def test_a_router_whose_answer_is_no_text_loses_its_connection_and_the_log_has_a_line_of_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("kura_shaper"), "propagate", True)
+    with caplog.at_level(logging.INFO, "kura_shaper"):
+        async with running(Script(answers_streams=False)) as rig:
+            peer, publisher = await rig.established(), await rig.publisher()
+            stream_id = peer.subscribe(publisher.endpoint)
+            await until(lambda: stream_id in peer.streams)
+            peer.write_raw(raw_answer(peer.streams[stream_id].http_id, b"x-bus", b"\xff"))
+            await until(lambda: rig.broker.counts.session_ends["connection_lost"] == 1)
+            await rig.again()
+    ended = [record.__dict__["fields"] for record in caplog.records if record.getMessage() == "session_ended"]
+    assert ended[0]["reason"] == "HTTP/2: UnicodeDecodeError"
 
 
 # Reconnects.
