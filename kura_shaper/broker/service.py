@@ -256,7 +256,7 @@ class Broker:
         try:
             await asyncio.wait([stopping, dialling], return_when=asyncio.FIRST_COMPLETED)
             if not dialling.done():
-                return endings.not_dialled(DialOutcome.DIAL_FAILED, "stopped")
+                return endings.stopped()
             dialling.result()
         except (ssl.SSLError, ssl.CertificateError) as error:
             reason = getattr(error, "verify_message", "") or getattr(error, "reason", "") or type(error).__name__
@@ -301,7 +301,7 @@ class Broker:
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not session.ended.done() and not session.is_established:
-                return endings.lost("stopped")
+                return endings.stopped()
             return await session.ended
         finally:
             stopping.cancel()
@@ -313,6 +313,8 @@ class Broker:
             count(self.counts.session_ends, end.code)
             self._reconnect.session_lived(lived_ns)
             log_event(_log, "session_ended", code=end.code, reason=end.message, lived_s=lived_ns // SECOND_NS)
+        elif end.dial is None:
+            log_event(_log, "dial_given_up", reason=end.message)
         else:
             count(self.counts.dials, end.dial)
             log_event(_log, "dial_failed", level=logging.WARNING, outcome=end.dial, code=end.code, reason=end.message)

@@ -20,7 +20,7 @@ from kura_shaper.broker.pace import Paced
 from kura_shaper.broker.protocol import events
 from kura_shaper.broker.protocol.broker_session import BrokerSession
 from kura_shaper.broker.protocol.buffer import Budget
-from kura_shaper.broker.protocol.codes import CloseCode, DrainReason, SessionCode
+from kura_shaper.broker.protocol.codes import CloseCode, SessionCode
 from kura_shaper.broker.protocol.limits import KIB, MEDIA_TYPE, SECOND_NS, SESSION_PATH
 from kura_shaper.broker.relay import Relay
 from kura_shaper.broker.security import StreamRefusedError
@@ -127,7 +127,7 @@ class BusSession:
         """Leave: say so, take nothing new, and end when the streams have ended or at the deadline."""
         self.protocol.start_draining(deadline_ms)
         self._say()
-        self._leave(endings.of_drain(DrainReason.SHUTDOWN), deadline_ms / 1000)
+        self._leave(endings.stopped(), deadline_ms / 1000)
 
     async def close(self) -> None:
         """Give everything back; the session has ended or is ended by this."""
@@ -181,13 +181,13 @@ class BusSession:
     def on_end(self) -> None:
         """See Exchange."""
         if self._status == _OK:
-            self._end(self._broken_off("the router ended the session's stream"))
+            self._end(endings.lost("the router ended the session's stream"))
         else:
             self._end(endings.of_status(self._status, retry_after=self._retry_after, body=self._body))
 
     def on_reset(self, reason: str) -> None:
         """See Exchange."""
-        self._end(self._broken_off(reason))
+        self._end(endings.lost(reason))
 
     def on_window(self) -> None:
         """See Exchange."""
@@ -197,7 +197,7 @@ class BusSession:
     def on_lost(self, error: ConnectionFailedError) -> None:
         """See LinkOwner."""
         end = endings.lost(str(error), is_goaway=error.is_goaway)
-        self._end(end if self.is_established else replace(end, dial=DialOutcome.DIAL_FAILED))
+        self._end(replace(end, dial=DialOutcome.DIAL_FAILED))
 
     def on_leaving(self) -> None:
         """See LinkOwner."""
@@ -236,8 +236,7 @@ class BusSession:
                 self.counts.frames_ignored += 1
             case events.PeerFailed(error=error):
                 count(self.counts.errors_received, error.code)
-                end = endings.of_error(error.code, error.message, error.retry_after_ms)
-                self._end(end if self.is_established else replace(end, dial=_dial_of(error.code)))
+                self._end(endings.of_error(error.code, error.message, error.retry_after_ms))
             case events.Failed(code=code, message=message):
                 self._failed(code, message)
 
@@ -269,7 +268,7 @@ class BusSession:
         # What it says of itself is worth a moment: the connection is closed right after.
         self.link.send_now()
         end = endings.of_code(code, message)
-        if not self.is_established and code is SessionCode.IDLE_TIMEOUT:
+        if code is SessionCode.IDLE_TIMEOUT:
             end = replace(end, dial=DialOutcome.HANDSHAKE_TIMEOUT)
         self._end(end)
 
@@ -350,11 +349,6 @@ class BusSession:
         if not self.ended.done():
             self.ended.set_result(end)
 
-    def _broken_off(self, why: str) -> SessionEnd:
-        if self.is_established:
-            return endings.lost(why)
-        return endings.not_dialled(DialOutcome.REJECTED, why)
-
     def _expect_head(self) -> None:
         if self._status == 0:
             self._end(endings.not_dialled(DialOutcome.HANDSHAKE_TIMEOUT, "no answer within 10 s"))
@@ -418,8 +412,3 @@ class BusSession:
 
 def _shown(limits: Limits) -> dict[str, int]:
     return {"max_streams": limits.max_streams, "max_stream_buffer_bytes": limits.max_stream_buffer_bytes}
-
-
-def _dial_of(code: str) -> DialOutcome:
-    login = (SessionCode.UNAUTHORIZED, SessionCode.FORBIDDEN)
-    return DialOutcome.AUTH_FAILED if code in login else DialOutcome.REJECTED

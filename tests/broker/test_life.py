@@ -249,6 +249,69 @@ async def test_a_router_whose_answer_is_no_text_loses_its_connection_and_the_log
     assert ended[0]["reason"] == "HTTP/2: UnicodeDecodeError"
 
 
+def noted(caplog: pytest.LogCaptureFixture, *names: str) -> list[tuple[str, str, dict[str, Any]]]:
+    """Return level, name and fields of what was logged under some names."""
+    return [
+        (record.levelname, record.getMessage(), record.__dict__["fields"])
+        for record in caplog.records
+        if record.getMessage() in names
+    ]
+
+
+@pytest.mark.parametrize("why", [*DrainReason, "stop"])
+def test_the_end_of_a_session_that_drains_says_why(
+    why: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("kura_shaper"), "propagate", True)
+
+    @in_a_loop
+    async def check() -> None:
+        async with running() as rig:
+            peer = await rig.established()
+            if why == "stop":
+                rig.broker.stop()
+            else:
+                drain(peer, DrainReason(why))
+            await until(lambda: rig.broker.counts.session_ends["drain"] == 1)
+
+    with caplog.at_level(logging.INFO, "kura_shaper"):
+        check()
+    ((_, _, fields),) = noted(caplog, "session_ended")
+    assert fields["reason"] == ("this broker was told to stop" if why == "stop" else f"the router drains: {why}")
+
+
+@pytest.mark.parametrize("when", ["head", "welcome"])
+def test_an_attempt_that_a_stop_ends_is_no_dial_that_failed(
+    when: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("kura_shaper"), "propagate", True)
+
+    @in_a_loop
+    async def check() -> None:
+        async with running(Script(session_status=0) if when == "head" else Script(welcome=None)) as rig:
+            await until(lambda: dials(rig) == 1 and bool(rig.router.peers[0].session_http_id))
+            rig.broker.stop()
+            await rig.running
+            assert sum(rig.broker.counts.dials.values()) == 0
+
+    with caplog.at_level(logging.INFO, "kura_shaper"):
+        check()
+    told = noted(caplog, "dial_failed", "dial_given_up", "session_ended")
+    assert told == [("INFO", "dial_given_up", {"reason": "this broker was told to stop"})]
+
+
+@in_a_loop
+async def test_a_welcome_that_is_refused_and_a_goodbye_before_it_are_no_sessions() -> None:
+    async with running(Script(welcome=None)) as rig:
+        await until(lambda: bool(rig.router.peers) and bool(rig.router.peers[0].told))
+        rig.router.peers[0].say_object({"type": "welcome", "protocol_version": 7})
+        await until(lambda: rig.broker.counts.errors_sent["protocol_error"] == 1)
+        again = await rig.again()
+        again.go_away()
+        await until(lambda: rig.broker.counts.dials["rejected"] == 2)
+        assert rig.broker.counts.dials["established"] == 0
+
+
 # Reconnects.
 
 

@@ -18,6 +18,7 @@ from kura_shaper.broker.metrics import BrokerMetrics
 from kura_shaper.broker.protocol.codes import RefusalCode, SessionCode
 from kura_shaper.broker.protocol.limits import SECOND_NS
 from kura_shaper.broker.refusals import RefusalLog, Targets
+from kura_shaper.broker.security import StreamRefusedError
 from kura_shaper.broker.service import View
 from kura_shaper.clock import FakeClock
 
@@ -124,6 +125,20 @@ def test_the_first_refusal_of_each_code_in_a_minute_is_logged_with_how_many_were
     # Codes of no known kind share one window, or they would be a way to flood.
     assert logged(*(f"x{number}" for number in range(9))) == [("unknown", 0)]
     assert (counter["draining"], counter["connect_failed"], counter["unknown"]) == (9, 1, 9)
+
+
+def test_a_line_of_any_known_code_has_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept()
+    monkeypatch.setattr(logging.getLogger("kura_shaper.broker"), "handlers", [kept])
+    log = RefusalLog(Counts().refusals, now_ns=FakeClock().now_ns)
+    for code in RefusalCode:
+        log.note(code)
+    assert [each["message"] for each in kept.fields] == [code.words for code in RefusalCode]
+    assert len({code.words for code in RefusalCode}) == len(RefusalCode)
+    assert str(StreamRefusedError(RefusalCode.TARGET_NOT_ADVERTISED)) == RefusalCode.TARGET_NOT_ADVERTISED.words
+    kept.fields.clear()
+    log.note("of a later version", "as it says")
+    assert kept.fields[0]["message"] == "as it says"
 
 
 def test_a_line_has_its_target_as_a_hash_of_this_process_or_in_clear_where_that_is_asked_for(
