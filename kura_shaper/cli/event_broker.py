@@ -12,12 +12,15 @@ from kura_shaper.cli import stdout
 from kura_shaper.errors import UsageError
 from kura_shaper.log import LogFormat, LogLevel, configure
 
+_EPILOG = """Example: kura-shaper event-broker --config /etc/event-broker/config.yaml
+
+Exit codes: 0 after a first signal, 130 at a second one that is SIGINT, 143 at one that is SIGTERM; 2 settings,\
+ credentials or limits; 3 so_mark refused, or --exit-on-terminal."""
+
 
 def register(app: typer.Typer) -> None:
     """Add these commands."""
-    app.command("event-broker", epilog="Example: kura-shaper event-broker --config /etc/event-broker/config.yaml")(
-        event_broker
-    )
+    app.command("event-broker", epilog=_EPILOG)(event_broker)
 
 
 def event_broker(
