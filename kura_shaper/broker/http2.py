@@ -198,8 +198,8 @@ class Http2Client:
         try:
             for event in events:
                 self._tell(event)
-            for goaway in goaways:
-                self._go_away(goaway)
+            if goaways:
+                self._go_away(goaways)
             if any(isinstance(event, h2.events.RemoteSettingsChanged) for event in events):
                 # Once, however many there were: each would wake every stream.
                 self._knows_settings = True
@@ -249,10 +249,12 @@ class Http2Client:
             return
         exchange.on_data(event.data or b"", credit_bytes)
 
-    def _go_away(self, goaway: GoAway) -> None:
-        if goaway.error_code != NO_ERROR:
-            raise ConnectionFailedError(f"GOAWAY with error {goaway.error_code}", is_goaway=True)
-        last = goaway.last_stream_id
+    def _go_away(self, told: tuple[GoAway, ...]) -> None:
+        for goaway in told:
+            if goaway.error_code != NO_ERROR:
+                raise ConnectionFailedError(f"GOAWAY with error {goaway.error_code}", is_goaway=True)
+        # All of them at once, since each would have every stream looked at.
+        last = min(goaway.last_stream_id for goaway in told)
         self._last_stream_id = last if self._last_stream_id is None else min(last, self._last_stream_id)
         for http_id, exchange in tuple(self._exchanges.items()):
             if http_id > self._last_stream_id:

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kura_shaper.broker.http2 import ConnectionFailedError, Http2Client
-from kura_shaper.broker.protocol.goaway import SETTINGS_MAX
+from kura_shaper.broker.protocol.goaway import SETTINGS_MAX, encode_goaway
 
 SETTINGS, PING, HEADERS, DATA = 0x4, 0x6, 0x1, 0x0
 END_HEADERS = 0x4
@@ -22,6 +22,7 @@ class Told:
         self._http, self.http_id = http, 0
         self.statuses: list[int] = []
         self.windows = 0
+        self.resets: list[str] = []
 
     def on_sent(self, http_id: int) -> None:
         self.http_id = http_id
@@ -38,7 +39,7 @@ class Told:
         self._http.finish(self.http_id)
 
     def on_reset(self, reason: str) -> None:
-        del reason
+        self.resets.append(reason)
 
     def on_window(self) -> None:
         self.windows += 1
@@ -73,6 +74,9 @@ def reason(http: Http2Client, data: bytes) -> str:
         assert why.isprintable()
         assert len(why) < 100
     for http_id in (1, 3, 5):
+        room_bytes = min(http.stream_room_bytes(http_id), http.data_room_bytes, http.frame_bytes_max)
+        if room_bytes > 0:
+            http.send(http_id, b"x" * min(room_bytes, 9))
         http.finish(http_id)
         http.release(http_id)
     http.ping()
@@ -127,3 +131,13 @@ def test_settings_that_change_time_and_again_end_the_connection_before_any_of_th
     http, told = connected()
     assert reason(http, change * (SETTINGS_MAX + 1)) == "HTTP/2: the settings of HTTP/2 change time and again"
     assert [each.windows for each in told] == [0] * STREAMS
+
+
+def test_of_many_goodbyes_the_one_that_serves_the_least_counts_and_an_error_counts_more() -> None:
+    http, told = connected()
+    http.receive(encode_goaway(5) + encode_goaway(3) + encode_goaway(5))
+    assert [each.resets for each in told] == [[], [], ["the router goes away"]]
+    assert http.is_leaving
+    http, told = connected()
+    assert reason(http, encode_goaway(1) + encode_goaway(5, 2)) == "GOAWAY with error 2"
+    assert [each.resets for each in told] == [[], [], []]
