@@ -27,15 +27,15 @@ class Reaction(Enum):
 class SessionEnd:
     """The end of a session, or of an attempt to have one.
 
-    `code` is of the closed set of session ends. `dial` says what the attempt came to, and
-    `is_terminal` that no settings but other ones will do.
+    `code` is of the closed set of session ends. `dial` says what the attempt came to where there was no welcome,
+    None for one that we gave up ourselves, and `is_terminal` that no settings but other ones will do.
     """
 
     code: str
     reaction: Reaction
     message: str = ""
     retry_after_ns: int = 0
-    dial: DialOutcome = DialOutcome.ESTABLISHED
+    dial: DialOutcome | None = DialOutcome.REJECTED
     is_terminal: bool = False
 
 
@@ -58,7 +58,7 @@ _RETRY_AFTER_DIGITS = 6
 
 
 def of_code(
-    code: str, message: str = "", *, retry_after_ns: int = 0, dial: DialOutcome = DialOutcome.ESTABLISHED
+    code: str, message: str = "", *, retry_after_ns: int = 0, dial: DialOutcome = DialOutcome.REJECTED
 ) -> SessionEnd:
     """Return the end that a code of a session means."""
     if code in _LOG_IN:
@@ -84,12 +84,19 @@ def of_status(status: int, *, retry_after: str, body: bytes) -> SessionEnd:
 
 def of_error(code: str, message: str, retry_after_ms: int | None) -> SessionEnd:
     """Return the end that an error frame of the router means."""
-    return of_code(code, message, retry_after_ns=(retry_after_ms or 0) * MS_NS)
+    dial = DialOutcome.AUTH_FAILED if code in _LOG_IN else DialOutcome.REJECTED
+    return of_code(code, message, retry_after_ns=(retry_after_ms or 0) * MS_NS, dial=dial)
 
 
 def of_drain(reason: DrainReason) -> SessionEnd:
     """Return the end after a drain of the router."""
-    return SessionEnd(DRAIN, Reaction.MOVE if reason is DrainReason.REBALANCE else Reaction.LEAVE)
+    reaction = Reaction.MOVE if reason is DrainReason.REBALANCE else Reaction.LEAVE
+    return SessionEnd(DRAIN, reaction, f"the router drains: {reason}")
+
+
+def stopped() -> SessionEnd:
+    """Return the end of a session, or of an attempt to have one, because this broker was told to stop."""
+    return SessionEnd(DRAIN, Reaction.LEAVE, "this broker was told to stop", dial=None)
 
 
 def lost(message: str, *, is_goaway: bool = False) -> SessionEnd:

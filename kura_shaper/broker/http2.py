@@ -9,6 +9,7 @@ data can't use, so that the session's own frames get through when the router gra
 from __future__ import annotations
 
 import logging
+import re
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Protocol
 
@@ -37,6 +38,7 @@ _DATA_FRAME_BYTES_MAX = 64 * KIB
 WINDOW_RESERVE_BYTES = 16 * KIB
 _INITIAL_WINDOW_BYTES = 65_535
 _PING = b"shaping."
+_STATUS = re.compile("[1-5][0-9]{2}", re.ASCII)
 
 
 class _Connection(h2.connection.H2Connection):
@@ -192,32 +194,45 @@ class Http2Client:
 
     def receive(self, data: bytes) -> None:
         """Take bytes of the router, and tell whom they concern. Raises ConnectionFailedError."""
+        events, goaways = self._parsed(data)
+        try:
+            for event in events:
+                self._tell(event)
+            if goaways:
+                self._go_away(goaways)
+            if any(isinstance(event, h2.events.RemoteSettingsChanged) for event in events):
+                # Once, however many there were: each would wake every stream.
+                self._knows_settings = True
+                for exchange in tuple(self._exchanges.values()):
+                    exchange.on_window()
+            self._give_places()
+        except (h2.exceptions.H2Error, ProtocolViolationError) as error:
+            raise self._broken(error) from error
+
+    def _parsed(self, data: bytes) -> tuple[list[h2.events.Event], tuple[GoAway, ...]]:
+        """Return what the bytes of the router say. Raises ConnectionFailedError."""
         try:
             passed, goaways = self._splitter.feed(data)
-            events = self._h2.receive_data(passed)
-        except (h2.exceptions.ProtocolError, ProtocolViolationError) as error:
-            self.break_off()
-            raise ConnectionFailedError(f"HTTP/2: {type(error).__name__}") from error
-        for event in events:
-            self._tell(event)
-        for goaway in goaways:
-            self._go_away(goaway)
-        self._give_places()
+            return self._h2.receive_data(passed), goaways
+        # Not all that a hostile router can provoke in h2 and hpack is an error of theirs: UnicodeDecodeError is none.
+        except Exception as error:
+            raise self._broken(error) from error
+
+    def _broken(self, error: Exception) -> ConnectionFailedError:
+        self.break_off()
+        # What a library says may repeat what the router sent.
+        why = error.message if isinstance(error, ProtocolViolationError) else type(error).__name__
+        return ConnectionFailedError(f"HTTP/2: {why}")
 
     def _tell(self, event: h2.events.Event) -> None:
         match event:
             case h2.events.DataReceived():
                 self._data(event)
-            case h2.events.RemoteSettingsChanged():
-                self._knows_settings = True
-                for exchange in tuple(self._exchanges.values()):
-                    exchange.on_window()
             case h2.events.WindowUpdated(stream_id=http_id) if http_id in self._exchanges:
                 self._exchanges[http_id].on_window()
             case h2.events.ResponseReceived(stream_id=http_id) if http_id in self._exchanges:
                 headers = {str(name): str(value) for name, value in event.headers}
-                status = headers.get(":status", "")
-                self._exchanges[http_id].on_response(int(status) if status.isdecimal() else 0, headers)
+                self._exchanges[http_id].on_response(_status(headers.get(":status", "")), headers)
             case h2.events.StreamEnded(stream_id=http_id) if http_id in self._exchanges:
                 self._exchanges[http_id].on_end()
             case h2.events.PingAckReceived():
@@ -234,10 +249,12 @@ class Http2Client:
             return
         exchange.on_data(event.data or b"", credit_bytes)
 
-    def _go_away(self, goaway: GoAway) -> None:
-        if goaway.error_code != NO_ERROR:
-            raise ConnectionFailedError(f"GOAWAY with error {goaway.error_code}", is_goaway=True)
-        last = goaway.last_stream_id
+    def _go_away(self, told: tuple[GoAway, ...]) -> None:
+        for goaway in told:
+            if goaway.error_code != NO_ERROR:
+                raise ConnectionFailedError(f"GOAWAY with error {goaway.error_code}", is_goaway=True)
+        # All of them at once, since each would have every stream looked at.
+        last = min(goaway.last_stream_id for goaway in told)
         self._last_stream_id = last if self._last_stream_id is None else min(last, self._last_stream_id)
         for http_id, exchange in tuple(self._exchanges.items()):
             if http_id > self._last_stream_id:
@@ -260,3 +277,10 @@ class Http2Client:
         if not self._knows_settings:
             return not self._exchanges  # the session itself may go first
         return self._h2.open_outbound_streams < self._h2.remote_settings.max_concurrent_streams
+
+
+def _status(text: str) -> int:
+    """Return a status. Raises ProtocolViolationError for what is none (RFC 9110, section 15)."""
+    if not _STATUS.fullmatch(text):
+        raise ProtocolViolationError("an answer has no status")
+    return int(text)

@@ -6,6 +6,7 @@ namespaces are in /statusz, never here.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import (
@@ -20,9 +21,10 @@ from kura_shaper.broker.counts import STAGE_BUCKETS_S
 from kura_shaper.broker.families import Families
 from kura_shaper.broker.protocol.limits import SECOND_NS
 from kura_shaper.broker.relay import RelayState
+from kura_shaper.broker.service import LAG_EVERY_S
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from prometheus_client.metrics_core import Metric
 
@@ -44,10 +46,12 @@ _BY_LABEL = (
 
 
 class BrokerMetrics:
-    """A collector of prometheus_client."""
+    """A collector of prometheus_client, asked from the threads of a web server; `now_s` is as in BrokerHealth."""
 
-    def __init__(self, broker: Broker, directory: MetadataDirectory) -> None:
-        self._broker, self._directory = broker, directory
+    def __init__(
+        self, broker: Broker, directory: MetadataDirectory, *, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._broker, self._directory, self._now_s = broker, directory, now_s
 
     def collect(self) -> Iterator[Metric]:
         """Yield every series."""
@@ -78,7 +82,9 @@ class BrokerMetrics:
             terminal.add_metric([code], is_set)
         yield terminal
         yield _gauge("reconnect_delay_seconds", "The last wait before an attempt", counts.reconnect_wait_s)
-        yield _gauge("event_loop_lag_seconds", "How late the event loop was last", counts.loop_lag_s)
+        # A loop that stands still notes nothing: it is late by what it should have turned since.
+        late_s = max(counts.loop_lag_s, self._now_s() - self._broker.view.turned_s - LAG_EVERY_S)
+        yield _gauge("event_loop_lag_seconds", "How late the event loop was last, or is now", late_s)
 
     def _streams(self) -> Iterator[Metric]:
         counts, session = self._broker.counts, self._broker.view.session

@@ -7,7 +7,7 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
-from kura_shaper.broker.credentials import CredentialError
+from kura_shaper.errors import UsageError
 from kura_shaper.log import event as log_event
 
 if TYPE_CHECKING:
@@ -18,12 +18,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def problems_with(*reads: Callable[[], object]) -> tuple[str, ...]:
-    """Return what is wrong with each credential that is read, one line each; the network is not asked."""
+    """Return what is wrong with each thing that is read, one line each; the network is not asked."""
     found = []
     for read in reads:
         try:
             read()
-        except CredentialError as error:
+        except UsageError as error:
             found.append(str(error))
     return tuple(found)
 

@@ -6,12 +6,14 @@ import asyncio
 import logging
 import resource
 import signal
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
 from kura_shaper.broker.dial import require_mark
 from kura_shaper.broker.directory import MetadataDirectory
 from kura_shaper.broker.health import BrokerHealth
+from kura_shaper.broker.kubeconfig import require_kubeconfig
 from kura_shaper.broker.memory import share_one_arena
 from kura_shaper.broker.metrics import BrokerMetrics
 from kura_shaper.broker.process import SIGNALS, problems_with, stop_by_signals
@@ -23,6 +25,7 @@ from kura_shaper.tenants.kubernetes.pace import SystemAsyncClock
 from kura_shaper.web import ProbeServer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from kura_shaper.broker.credentials import Credentials
@@ -36,9 +39,14 @@ _START_WITHIN_S = 1.0
 _log = logging.getLogger("kura_shaper.broker")
 
 
-def problems_of(credentials: Credentials) -> tuple[str, ...]:
-    """Return what is wrong with the token and the CA bundle, one line each; the network is not asked."""
-    return problems_with(credentials.read_token, credentials.read_context)
+def problems_of(
+    settings: BrokerSettings, credentials: Credentials, *, kubeconfig: Path | None = None
+) -> tuple[str, ...]:
+    """Return what is wrong with token, CA bundle, kubeconfig and limits, one line each; the network is not asked."""
+    reads: list[Callable[[], object]] = [credentials.read_token, credentials.read_context]
+    if kubeconfig is not None:
+        reads.append(partial(require_kubeconfig, "--kubeconfig", kubeconfig))
+    return problems_with(*reads, partial(_require_descriptors, _descriptors(settings)))
 
 
 class EarlySignals:
@@ -64,7 +72,7 @@ def run_broker(
 ) -> None:
     """Run a broker until a signal. Raises UsageError, MarkRefusedError, and with GIVE_UP RefusedError."""
     share_one_arena()
-    _require_descriptors(settings.max_streams + _DESCRIPTORS)
+    _take_descriptors(_descriptors(settings))
     require_mark(settings.so_mark)
     if not settings.allowed_cidrs:
         remedy = "set allowed_cidrs to the pods' network"
@@ -76,12 +84,22 @@ def run_broker(
     asyncio.run(_run(settings, credentials, kubeconfig, early=early, on_terminal=on_terminal, targets=targets))
 
 
+def _descriptors(settings: BrokerSettings) -> int:
+    return settings.max_streams + _DESCRIPTORS
+
+
 def _require_descriptors(wanted: int) -> None:
-    """Have room for so many descriptors, or say that there is none before there are streams."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """Raise UsageError when there can be no room for so many, before there are streams."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < wanted:
         remedy = f"raise the limit of open files to {wanted}"
         raise UsageError(f"max_streams needs {wanted} descriptors, and {hard} are allowed", remedy=remedy)
+
+
+def _take_descriptors(wanted: int) -> None:
+    """Have room for so many descriptors. Raises UsageError."""
+    _require_descriptors(wanted)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from kura_shaper.broker.counts import count
-from kura_shaper.broker.protocol.codes import RefusalCode, label_of
+from kura_shaper.broker.protocol.codes import UNKNOWN, RefusalCode, label_of
 from kura_shaper.broker.protocol.limits import SECOND_NS
 from kura_shaper.log import event as log_event
 
@@ -51,6 +51,8 @@ class RefusalLog:
             self._windows[label] = (began_ns, suppressed + 1)
             return
         self._windows[label] = (now_ns, 0)
+        if not message and label != UNKNOWN:
+            message = RefusalCode(label).words
         fields = {"target": self._shown(target)} if target else {}
         log_event(
             _log, "stream_refused", level=logging.WARNING, code=label, message=message, suppressed=suppressed, **fields

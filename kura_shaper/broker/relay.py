@@ -51,6 +51,7 @@ _REFUSED_BY_STATUS = {
     409: RefusalCode.DUPLICATE_STREAM,
 }
 SESSION_GONE = 410
+_LOGIN_REFUSED = (401, 403)
 # What the router sent before it ended a stream is still the publisher's.
 _GENTLE = (StreamEnd.ROUTER_CLOSED, StreamEnd.UNSUBSCRIBED, StreamEnd.UPSTREAM_CLOSED)
 _log = logging.getLogger("kura_shaper.broker")
@@ -83,6 +84,9 @@ class RelayOwner(Protocol):
 
     def on_session_gone(self) -> None:
         """The router does not know this session any more."""
+
+    def on_login_refused(self) -> None:
+        """The router does not take the token of a stream."""
 
 
 class Relay:
@@ -214,6 +218,8 @@ class Relay:
         if self.state is not RelayState.OPENING or self._status:
             return
         self._status = status
+        if status in _LOGIN_REFUSED:
+            self._owner.on_login_refused()
         if status == _OK and self._failed is None:
             self.state = RelayState.OPEN
             self._owner.on_opened(self)

@@ -23,8 +23,8 @@ class StreamRefusedError(Exception):
     """A subscribe becomes no stream. The message is for the router: it has no address and no reason of the kernel's."""
 
     def __init__(self, code: RefusalCode, message: str = "") -> None:
-        super().__init__(message)
-        self.code, self.message = code, message
+        self.code, self.message = code, message or code.words
+        super().__init__(self.message)
 
 
 class Advertised(Protocol):

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from kura_shaper.broker.settings import BrokerSettings
 
 _RESOLVE_WITHIN_S, _DIAL_WITHIN_S, _CONNECT_WITHIN_S, _CLOSE_WITHIN_S = 5.0, 10.0, 5.0, 2.0
-_LAG_EVERY_S, _SLEPT_S = 0.5, 1.0
+LAG_EVERY_S, _SLEPT_S = 0.5, 1.0
 _log = logging.getLogger("kura_shaper.broker")
 
 
@@ -237,6 +237,7 @@ class Broker:
                 software=Software("kura-shaper", __version__),
             ),
             token=token,
+            other_token=self._credentials.other_token,
             user_agent=f"kura-shaper/{__version__}",
             path_prefix=settings.bus_url.prefix,
             publishers=publishers,
@@ -255,7 +256,7 @@ class Broker:
         try:
             await asyncio.wait([stopping, dialling], return_when=asyncio.FIRST_COMPLETED)
             if not dialling.done():
-                return endings.not_dialled(DialOutcome.DIAL_FAILED, "stopped")
+                return endings.stopped()
             dialling.result()
         except (ssl.SSLError, ssl.CertificateError) as error:
             reason = getattr(error, "verify_message", "") or getattr(error, "reason", "") or type(error).__name__
@@ -300,7 +301,7 @@ class Broker:
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not session.ended.done() and not session.is_established:
-                return endings.lost("stopped")
+                return endings.stopped()
             return await session.ended
         finally:
             stopping.cancel()
@@ -312,6 +313,8 @@ class Broker:
             count(self.counts.session_ends, end.code)
             self._reconnect.session_lived(lived_ns)
             log_event(_log, "session_ended", code=end.code, reason=end.message, lived_s=lived_ns // SECOND_NS)
+        elif end.dial is None:
+            log_event(_log, "dial_given_up", reason=end.message)
         else:
             count(self.counts.dials, end.dial)
             log_event(_log, "dial_failed", level=logging.WARNING, outcome=end.dial, code=end.code, reason=end.message)
@@ -323,8 +326,8 @@ class Broker:
         """Note how late the loop is, and look after the session when the machine has slept: its router may be gone."""
         slept_s = self._slept_s()
         while True:
-            due_s = self._loop.time() + _LAG_EVERY_S
-            await asyncio.sleep(_LAG_EVERY_S)
+            due_s = self._loop.time() + LAG_EVERY_S
+            await asyncio.sleep(LAG_EVERY_S)
             self.view.turned_s = time.monotonic()
             self.counts.loop_lag_s = max(0.0, self._loop.time() - due_s)
             before_s, slept_s = slept_s, self._slept_s()

@@ -12,21 +12,22 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kura_shaper.broker import endings
-from kura_shaper.broker.authority import LOOK_EVERY_S, end_what_left
 from kura_shaper.broker.counts import Counts, DialOutcome, StreamEnd, count
+from kura_shaper.broker.deauthorise import LOOK_EVERY_S, end_what_left
 from kura_shaper.broker.link import BusLink
 from kura_shaper.broker.outbox import Outbox
 from kura_shaper.broker.pace import Paced
 from kura_shaper.broker.protocol import events
 from kura_shaper.broker.protocol.broker_session import BrokerSession
 from kura_shaper.broker.protocol.buffer import Budget
-from kura_shaper.broker.protocol.codes import CloseCode, DrainReason, SessionCode
+from kura_shaper.broker.protocol.codes import CloseCode, SessionCode
 from kura_shaper.broker.protocol.limits import KIB, MEDIA_TYPE, SECOND_NS, SESSION_PATH
 from kura_shaper.broker.relay import Relay
 from kura_shaper.broker.security import StreamRefusedError
 from kura_shaper.log import event as log_event
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from random import Random
 
     from kura_shaper.broker.endings import SessionEnd
@@ -54,6 +55,8 @@ class SessionParts:
 
     hello: Hello
     token: str
+    other_token: Callable[[str], str | None]
+    """Returns the token as it is now when it is not this one."""
     user_agent: str
     path_prefix: str
     publishers: Publishers
@@ -84,6 +87,7 @@ class BusSession:
         self.headers: list[tuple[str, str]] = []
         self.relays: dict[str, Relay] = {}
         self.established_ns = 0
+        self._session_id = ""
         self.ended: asyncio.Future[SessionEnd] = self._loop.create_future()
         self._openings: set[asyncio.Task[None]] = set()
         self._status = 0
@@ -95,7 +99,7 @@ class BusSession:
         self._probe_timer: asyncio.TimerHandle | None = None
         self._after_drain: SessionEnd | None = None
         self._http_id = 0
-        self._basic = [("authorization", f"Bearer {parts.token}"), ("user-agent", parts.user_agent)]
+        self._token = parts.token
 
     def now_ns(self) -> int:
         """The time of the event loop."""
@@ -123,7 +127,7 @@ class BusSession:
         """Leave: say so, take nothing new, and end when the streams have ended or at the deadline."""
         self.protocol.start_draining(deadline_ms)
         self._say()
-        self._leave(endings.of_drain(DrainReason.SHUTDOWN), deadline_ms / 1000)
+        self._leave(endings.stopped(), deadline_ms / 1000)
 
     async def close(self) -> None:
         """Give everything back; the session has ended or is ended by this."""
@@ -142,7 +146,10 @@ class BusSession:
 
     def _request_headers(self) -> list[tuple[str, str]]:
         version = str(self._parts.hello.protocol_max)
-        return [*self._basic, ("content-type", MEDIA_TYPE), ("accept", MEDIA_TYPE), ("x-bus-protocol", version)]
+        return [*self._who(), ("content-type", MEDIA_TYPE), ("accept", MEDIA_TYPE), ("x-bus-protocol", version)]
+
+    def _who(self) -> list[tuple[str, str]]:
+        return [("authorization", f"Bearer {self._token}"), ("user-agent", self._parts.user_agent)]
 
     # What HTTP/2 tells of the session's own request.
 
@@ -174,13 +181,13 @@ class BusSession:
     def on_end(self) -> None:
         """See Exchange."""
         if self._status == _OK:
-            self._end(self._broken_off("the router ended the session's stream"))
+            self._end(endings.lost("the router ended the session's stream"))
         else:
             self._end(endings.of_status(self._status, retry_after=self._retry_after, body=self._body))
 
     def on_reset(self, reason: str) -> None:
         """See Exchange."""
-        self._end(self._broken_off(reason))
+        self._end(endings.lost(reason))
 
     def on_window(self) -> None:
         """See Exchange."""
@@ -190,7 +197,7 @@ class BusSession:
     def on_lost(self, error: ConnectionFailedError) -> None:
         """See LinkOwner."""
         end = endings.lost(str(error), is_goaway=error.is_goaway)
-        self._end(end if self.is_established else replace(end, dial=DialOutcome.DIAL_FAILED))
+        self._end(replace(end, dial=DialOutcome.DIAL_FAILED))
 
     def on_leaving(self) -> None:
         """See LinkOwner."""
@@ -229,8 +236,7 @@ class BusSession:
                 self.counts.frames_ignored += 1
             case events.PeerFailed(error=error):
                 count(self.counts.errors_received, error.code)
-                end = endings.of_error(error.code, error.message, error.retry_after_ms)
-                self._end(end if self.is_established else replace(end, dial=_dial_of(error.code)))
+                self._end(endings.of_error(error.code, error.message, error.retry_after_ms))
             case events.Failed(code=code, message=message):
                 self._failed(code, message)
 
@@ -240,7 +246,8 @@ class BusSession:
         for code in self.counts.terminal_error:
             self.counts.terminal_error[code] = 0
         log_event(_log, "session_established", session_id=welcomed.welcome.session_id, **_shown(welcomed.limits))
-        self.headers = [*self._basic, ("x-bus-session", welcomed.welcome.session_id)]
+        self._session_id = welcomed.welcome.session_id
+        self.headers = [*self._who(), ("x-bus-session", self._session_id)]
         self._look_again()
 
     def _subscribe(self, asked: events.SubscribeAsked) -> None:
@@ -261,7 +268,7 @@ class BusSession:
         # What it says of itself is worth a moment: the connection is closed right after.
         self.link.send_now()
         end = endings.of_code(code, message)
-        if not self.is_established and code is SessionCode.IDLE_TIMEOUT:
+        if code is SessionCode.IDLE_TIMEOUT:
             end = replace(end, dial=DialOutcome.HANDSHAKE_TIMEOUT)
         self._end(end)
 
@@ -302,6 +309,15 @@ class BusSession:
         """See RelayOwner."""
         self._end(endings.lost("the router does not know the session any more"))
 
+    def on_login_refused(self) -> None:
+        """See RelayOwner."""
+        other = self._parts.other_token(self._token)
+        if other is not None:
+            # The session was let in and stays; what is asked for from now on is asked for with what is good now.
+            self._token = other
+            self.headers = [*self._who(), ("x-bus-session", self._session_id)]
+            log_event(_log, "token_changed")
+
     def _forget(self, relay: Relay) -> None:
         if self.relays.get(relay.stream_id) is relay:
             del self.relays[relay.stream_id]
@@ -332,11 +348,6 @@ class BusSession:
     def _end(self, end: SessionEnd) -> None:
         if not self.ended.done():
             self.ended.set_result(end)
-
-    def _broken_off(self, why: str) -> SessionEnd:
-        if self.is_established:
-            return endings.lost(why)
-        return endings.not_dialled(DialOutcome.REJECTED, why)
 
     def _expect_head(self) -> None:
         if self._status == 0:
@@ -401,8 +412,3 @@ class BusSession:
 
 def _shown(limits: Limits) -> dict[str, int]:
     return {"max_streams": limits.max_streams, "max_stream_buffer_bytes": limits.max_stream_buffer_bytes}
-
-
-def _dial_of(code: str) -> DialOutcome:
-    login = (SessionCode.UNAUTHORIZED, SessionCode.FORBIDDEN)
-    return DialOutcome.AUTH_FAILED if code in login else DialOutcome.REJECTED

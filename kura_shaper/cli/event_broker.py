@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -11,12 +12,15 @@ from kura_shaper.cli import stdout
 from kura_shaper.errors import UsageError
 from kura_shaper.log import LogFormat, LogLevel, configure
 
+_EPILOG = """Example: kura-shaper event-broker --config /etc/event-broker/config.yaml
+
+Exit codes: 0 after a first signal, 130 at a second one that is SIGINT, 143 at one that is SIGTERM; 2 settings,\
+ credentials or limits; 3 so_mark refused, or --exit-on-terminal."""
+
 
 def register(app: typer.Typer) -> None:
     """Add these commands."""
-    app.command("event-broker", epilog="Example: kura-shaper event-broker --config /etc/event-broker/config.yaml")(
-        event_broker
-    )
+    app.command("event-broker", epilog=_EPILOG)(event_broker)
 
 
 def event_broker(
@@ -25,7 +29,7 @@ def event_broker(
         Path, typer.Option("--config", metavar="F", help="Settings, YAML.", envvar="KURA_SHAPER_BROKER_CONFIG")
     ],
     check_config: Annotated[
-        bool, typer.Option("--check-config", help="Check settings, token and CA bundle, and leave.")
+        bool, typer.Option("--check-config", help="Check settings, token, CA bundle, kubeconfig, and leave.")
     ] = False,
     exit_on_terminal: Annotated[
         bool, typer.Option("--exit-on-terminal", help="End with 3 when only other settings will do.")
@@ -52,16 +56,20 @@ def event_broker(
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed", remedy="install kura-shaper[broker,kubernetes]") from error
     if check_config:
+        warnings: tuple[str, ...] = ()
         try:
-            problems = problems_of(Credentials(load_settings(config)))
+            settings = load_settings(config)
+            credentials = Credentials(settings)
+            problems = problems_of(settings, credentials, kubeconfig=kubeconfig)
+            warnings = credentials.warnings(now_s=time.time())
         except SettingsError as error:
             problems = error.problems
-        say_checked(config, problems, as_json=as_json)
+        say_checked(config, problems, warnings=warnings, as_json=as_json)
         return
     early = EarlySignals()
     settings = load_settings(config)
     credentials = Credentials(settings)
-    if problems := problems_of(credentials):
+    if problems := problems_of(settings, credentials, kubeconfig=kubeconfig):
         raise SettingsError(problems)
     log_as(context, style=settings.log_format, level=settings.log_level)
     on_terminal = OnTerminal.GIVE_UP if exit_on_terminal else OnTerminal.STAY_AWAY
@@ -69,11 +77,13 @@ def event_broker(
     run_broker(settings, credentials, kubeconfig=kubeconfig, early=early, on_terminal=on_terminal, targets=targets)
 
 
-def say_checked(config: Path, problems: tuple[str, ...], *, as_json: bool) -> None:
-    """Print what a check of settings found, and leave with 2 when it found anything."""
+def say_checked(config: Path, problems: tuple[str, ...], *, warnings: tuple[str, ...] = (), as_json: bool) -> None:
+    """Print what a check of settings found, and leave with 2 when it found a problem."""
     if as_json:
-        stdout.print_json({"valid": not problems, "problems": list(problems)})
+        stdout.print_json({"valid": not problems, "problems": list(problems), "warnings": list(warnings)})
     else:
+        for warning in warnings:
+            typer.echo(f"warning: {warning}", err=True)
         for problem in problems:
             typer.echo(problem, err=True)
         if not problems:

@@ -14,12 +14,15 @@ from kura_shaper.errors import UsageError
 if TYPE_CHECKING:
     from kura_shaper.broker.router.output import EventOutput
 
+_EPILOG = """Example: kura-shaper event-bus --config /etc/event-bus/config.yaml --json
+
+Exit codes: 0 after a first signal, 130 at a second one that is SIGINT, 143 at one that is SIGTERM; 2 settings or\
+ credentials."""
+
 
 def register(app: typer.Typer) -> None:
     """Add these commands."""
-    app.command("event-bus", epilog="Example: kura-shaper event-bus --config /etc/event-bus/config.yaml --json")(
-        event_bus
-    )
+    app.command("event-bus", epilog=_EPILOG)(event_bus)
 
 
 def event_bus(

@@ -18,6 +18,8 @@ from kura_shaper.cli import show
 from kura_shaper.errors import RefusedError, UsageError
 
 _SECTION = 1
+# What comes before those that only one command has, at the end of its epilog.
+EXIT_CODES = "\n\nExit codes: "
 _EXIT_CODES = (
     ("0", "fine"),
     ("1", "there are findings or differences"),
@@ -111,9 +113,11 @@ def _page(of: _Command) -> str:
     parts += _section("ARGUMENTS", list(_parameters(of, "argument")))
     parts += _section("OPTIONS", list(_parameters(of, "option")))
     parts += _section("COMMANDS", list(_commands(of)))
-    parts += _section("EXIT STATUS", [line for code, means in _EXIT_CODES for line in _entry(code, means)])
-    if command.epilog and command.epilog.startswith("Example"):
-        example = command.epilog.partition(": ")[2]
+    examples, _, exits = (command.epilog or "").partition(EXIT_CODES)
+    own = _spaced([f"Of this command: {' '.join(exits.split())}"]) if exits else ()
+    parts += _section("EXIT STATUS", [*(line for each in _EXIT_CODES for line in _entry(*each)), *own])
+    if examples.startswith("Example"):
+        example = examples.partition(": ")[2]
         parts += [".SH EXAMPLES", ".nf", *(f".B {_text(line.strip())}" for line in example.splitlines()), ".fi"]
     return "\n".join(parts) + "\n"
 

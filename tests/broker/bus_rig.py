@@ -204,6 +204,9 @@ class Script:
     max_frame_size: int = 65_536
     max_concurrent: int = 10_000
     beats: bool = True
+    # The token that is let in, where not every one is, and what a stream with another is answered.
+    token: str = ""
+    login_status: int = 401
     session_window: int = WIDE
 
 
@@ -443,6 +446,9 @@ class Peer(asyncio.Protocol):
         stream_id = path.rpartition(STREAMS_PATH)[2]
         stream = DataStream(stream_id, http_id, headers)
         self.streams[stream_id] = self.by_http[http_id] = stream
+        if self.script.token and headers["authorization"] != f"Bearer {self.script.token}":
+            self._answer(stream, self.script.login_status, b"")
+            return
         if self.script.answers_streams:
             claim = self.session.claim(stream_id)
             status = self.script.stream_status or claim.value

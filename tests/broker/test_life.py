@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import trustme
 from bus_rig import TOKEN, Peer, Rig, RouterRig, Script, in_a_loop, loop, running, server_context, until
+from hpack import Encoder
 
 from kura_shaper.broker.health import BrokerHealth
 from kura_shaper.broker.protocol import events
@@ -225,6 +226,92 @@ def test_an_attempt_that_comes_to_no_session_is_counted_by_its_kind(changes: Any
     check()
 
 
+def raw_answer(http_id: int, name: bytes, value: bytes) -> bytes:
+    """Return an answer whose head a library would not send."""
+    block = Encoder().encode([(b":status", b"200"), (name, value)])
+    return len(block).to_bytes(3, "big") + b"\x01\x04" + http_id.to_bytes(4, "big") + block
+
+
+@in_a_loop
+async def test_a_router_whose_answer_is_no_text_loses_its_connection_and_the_log_has_a_line_of_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("kura_shaper"), "propagate", True)
+    with caplog.at_level(logging.INFO, "kura_shaper"):
+        async with running(Script(answers_streams=False)) as rig:
+            peer, publisher = await rig.established(), await rig.publisher()
+            stream_id = peer.subscribe(publisher.endpoint)
+            await until(lambda: stream_id in peer.streams)
+            peer.write_raw(raw_answer(peer.streams[stream_id].http_id, b"x-bus", b"\xff"))
+            await until(lambda: rig.broker.counts.session_ends["connection_lost"] == 1)
+            await rig.again()
+    ended = [record.__dict__["fields"] for record in caplog.records if record.getMessage() == "session_ended"]
+    assert ended[0]["reason"] == "HTTP/2: UnicodeDecodeError"
+
+
+def noted(caplog: pytest.LogCaptureFixture, *names: str) -> list[tuple[str, str, dict[str, Any]]]:
+    """Return level, name and fields of what was logged under some names."""
+    return [
+        (record.levelname, record.getMessage(), record.__dict__["fields"])
+        for record in caplog.records
+        if record.getMessage() in names
+    ]
+
+
+@pytest.mark.parametrize("why", [*DrainReason, "stop"])
+def test_the_end_of_a_session_that_drains_says_why(
+    why: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("kura_shaper"), "propagate", True)
+
+    @in_a_loop
+    async def check() -> None:
+        async with running() as rig:
+            peer = await rig.established()
+            if why == "stop":
+                rig.broker.stop()
+            else:
+                drain(peer, DrainReason(why))
+            await until(lambda: rig.broker.counts.session_ends["drain"] == 1)
+
+    with caplog.at_level(logging.INFO, "kura_shaper"):
+        check()
+    ((_, _, fields),) = noted(caplog, "session_ended")
+    assert fields["reason"] == ("this broker was told to stop" if why == "stop" else f"the router drains: {why}")
+
+
+@pytest.mark.parametrize("when", ["head", "welcome"])
+def test_an_attempt_that_a_stop_ends_is_no_dial_that_failed(
+    when: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("kura_shaper"), "propagate", True)
+
+    @in_a_loop
+    async def check() -> None:
+        async with running(Script(session_status=0) if when == "head" else Script(welcome=None)) as rig:
+            await until(lambda: dials(rig) == 1 and bool(rig.router.peers[0].session_http_id))
+            rig.broker.stop()
+            await rig.running
+            assert sum(rig.broker.counts.dials.values()) == 0
+
+    with caplog.at_level(logging.INFO, "kura_shaper"):
+        check()
+    told = noted(caplog, "dial_failed", "dial_given_up", "session_ended")
+    assert told == [("INFO", "dial_given_up", {"reason": "this broker was told to stop"})]
+
+
+@in_a_loop
+async def test_a_welcome_that_is_refused_and_a_goodbye_before_it_are_no_sessions() -> None:
+    async with running(Script(welcome=None)) as rig:
+        await until(lambda: bool(rig.router.peers) and bool(rig.router.peers[0].told))
+        rig.router.peers[0].say_object({"type": "welcome", "protocol_version": 7})
+        await until(lambda: rig.broker.counts.errors_sent["protocol_error"] == 1)
+        again = await rig.again()
+        again.go_away()
+        await until(lambda: rig.broker.counts.dials["rejected"] == 2)
+        assert rig.broker.counts.dials["established"] == 0
+
+
 # Reconnects.
 
 
@@ -374,6 +461,45 @@ async def test_a_token_that_was_replaced_is_tried_at_once_and_only_once(tmp_path
         await until(lambda: dials(rig) == 2 and bool(rig.router.peers[1].session_http_id))
         assert rig.router.peers[1].session_headers["authorization"] == "Bearer new"
         assert sum(rig.broker.counts.reconnects.values()) == 0
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_stream_that_is_not_let_in_has_the_next_ones_asked_for_with_the_token_as_it_is_now(
+    status: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("kura_shaper"), "propagate", True)
+    token = tmp_path / "token"
+    token.write_text("of-yesterday")
+
+    @in_a_loop
+    async def check() -> None:
+        async with running(Script(token="of-yesterday", login_status=status), token_file=token) as rig:
+            peer, publisher, connection, first = await rig.stream()
+            session = rig.broker.view.session
+            peer.script.token = "of-today"
+            assert await peer.refusal(publisher.endpoint) == "stream_rejected"
+            token.write_text(" ")  # what can't be used is not used
+            assert await peer.refusal(publisher.endpoint) == "stream_rejected"
+            token.write_text("of-today\n")
+            # The look is taken when a stream is not let in, so the next one is.
+            assert await peer.refusal(publisher.endpoint) == "stream_rejected"
+            second = await peer.opened(publisher.endpoint)
+            assert peer.streams[second].headers["authorization"] == "Bearer of-today"
+            assert peer.streams[second].headers["x-bus-session"] == peer.streams[first].headers["x-bus-session"]
+            assert "authorization" in peer.never_indexed
+            assert rig.broker.view.session is session
+            assert dials(rig) == 1
+            await connection.send(b"still here")
+            await until(lambda: bytes(peer.streams[first].received) == b"still here")
+            status_text = json.dumps(BrokerHealth(rig.broker, NoDirectory()).status())  # type: ignore[arg-type]
+            assert "of-today" not in status_text
+
+    with caplog.at_level(logging.DEBUG), caplog.at_level(logging.DEBUG, "kura_shaper"):
+        check()
+    said = "\n".join(f"{record.getMessage()} {record.__dict__}" for record in caplog.records)
+    assert said.count("token_changed") >= 1
+    assert "of-today" not in said
+    assert "of-yesterday" not in said
 
 
 @pytest.mark.case("EP5")

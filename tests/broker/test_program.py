@@ -108,6 +108,21 @@ async def test_a_port_that_is_taken_and_a_bad_file_end_with_2(tmp_path: Path) ->
         assert "max_streams" in run.log
 
 
+def by_no_kubeconfig(directory: Path, command: list[str], address: str) -> list[str]:
+    """Give a kubeconfig that is not there."""
+    del address
+    return [*command, "--kubeconfig", str(directory / "none")]
+
+
+@in_a_loop
+async def test_a_kubeconfig_that_is_not_there_ends_with_2_and_its_path(tmp_path: Path) -> None:
+    async with program(tmp_path, reach=by_no_kubeconfig) as run:
+        assert await run.ended() == 2
+        assert run.log.count("\n") == 1
+        assert str(tmp_path / "none") in run.log
+        assert "give --kubeconfig" not in run.log
+
+
 @in_a_loop
 async def test_targets_are_logged_in_clear_and_a_network_of_everything_is_warned_of(tmp_path: Path) -> None:
     networks = ["0.0.0.0/0", "127.0.0.0/8"]

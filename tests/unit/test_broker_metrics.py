@@ -18,6 +18,7 @@ from kura_shaper.broker.metrics import BrokerMetrics
 from kura_shaper.broker.protocol.codes import RefusalCode, SessionCode
 from kura_shaper.broker.protocol.limits import SECOND_NS
 from kura_shaper.broker.refusals import RefusalLog, Targets
+from kura_shaper.broker.security import StreamRefusedError
 from kura_shaper.broker.service import View
 from kura_shaper.clock import FakeClock
 
@@ -46,9 +47,9 @@ class FakeDirectory:
         self.resources, self.references, self.namespaces_synced, self.age_s = 3, 12, 1, 4.5
 
 
-def exposed(broker: FakeBroker) -> dict[str, float]:
+def exposed(broker: FakeBroker, *, now_s: float = 0.0) -> dict[str, float]:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(BrokerMetrics(broker, FakeDirectory()))  # type: ignore[arg-type]
+    registry.register(BrokerMetrics(broker, FakeDirectory(), now_s=lambda: now_s))  # type: ignore[arg-type]
     lines = generate_latest(registry).decode().splitlines()
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
 
@@ -126,6 +127,20 @@ def test_the_first_refusal_of_each_code_in_a_minute_is_logged_with_how_many_were
     assert (counter["draining"], counter["connect_failed"], counter["unknown"]) == (9, 1, 9)
 
 
+def test_a_line_of_any_known_code_has_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept()
+    monkeypatch.setattr(logging.getLogger("kura_shaper.broker"), "handlers", [kept])
+    log = RefusalLog(Counts().refusals, now_ns=FakeClock().now_ns)
+    for code in RefusalCode:
+        log.note(code)
+    assert [each["message"] for each in kept.fields] == [code.words for code in RefusalCode]
+    assert len({code.words for code in RefusalCode}) == len(RefusalCode)
+    assert str(StreamRefusedError(RefusalCode.TARGET_NOT_ADVERTISED)) == RefusalCode.TARGET_NOT_ADVERTISED.words
+    kept.fields.clear()
+    log.note("of a later version", "as it says")
+    assert kept.fields[0]["message"] == "as it says"
+
+
 def test_a_line_has_its_target_as_a_hash_of_this_process_or_in_clear_where_that_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -145,6 +160,12 @@ def test_a_line_has_its_target_as_a_hash_of_this_process_or_in_clear_where_that_
     assert all(len(each) == 12 and int(each, 16) >= 0 for each in (one, other, odd))
     clear = RefusalLog(Counts().refusals, now_ns=FakeClock().now_ns, targets=Targets.CLEAR)
     assert named(clear, endpoint, "x" * 300) == [endpoint, "x" * 256]
+
+
+def test_a_loop_that_stands_still_is_later_and_later() -> None:
+    broker, name = FakeBroker(FakeClock()), "continuum_event_broker_event_loop_lag_seconds"
+    broker.view.turned_s, broker.counts.loop_lag_s = 100.0, 0.25
+    assert [exposed(broker, now_s=now_s)[name] for now_s in (100.5, 100.7, 107.5)] == [0.25, 0.25, 7.0]
 
 
 @pytest.mark.case("EP7")

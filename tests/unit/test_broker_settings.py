@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import ipaddress
+import json
+import resource
 import ssl
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trustme
 import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from kura_shaper.broker.counts import Counts
 from kura_shaper.broker.credentials import CredentialError, Credentials
@@ -216,7 +222,7 @@ def files(tmp_path: Path) -> BrokerSettings:
 
 @pytest.mark.case("EB42")
 def test_good_files_have_no_problems(files: BrokerSettings) -> None:
-    assert problems_of(Credentials(files)) == ()
+    assert problems_of(files, Credentials(files)) == ()
     assert Credentials(files).read_token() == "secret"
     context = Credentials(files).read_context()
     assert context.minimum_version is ssl.TLSVersion.TLSv1_2
@@ -228,7 +234,7 @@ def test_good_files_have_no_problems(files: BrokerSettings) -> None:
 def test_a_token_that_is_no_header_is_told_and_not_shown(files: BrokerSettings, content: bytes) -> None:
     assert files.token_file
     files.token_file.write_bytes(content)
-    (line,) = problems_of(Credentials(files))
+    (line,) = problems_of(files, Credentials(files))
     assert line.startswith("token_file")
     assert "Evil" not in line
 
@@ -240,7 +246,7 @@ def test_a_token_that_is_no_header_is_told_and_not_shown(files: BrokerSettings, 
 def test_a_bundle_without_a_certificate_is_told(files: BrokerSettings, content: bytes) -> None:
     assert files.ca_bundle
     files.ca_bundle.write_bytes(content)
-    (line,) = problems_of(Credentials(files))
+    (line,) = problems_of(files, Credentials(files))
     assert line.startswith("ca_bundle")
 
 
@@ -250,18 +256,19 @@ def test_files_that_are_not_there_are_both_told(files: BrokerSettings) -> None:
     assert files.ca_bundle
     files.token_file.unlink()
     files.ca_bundle.unlink()
-    assert [line.partition(":")[0] for line in problems_of(Credentials(files))] == ["token_file", "ca_bundle"]
+    assert [line.partition(":")[0] for line in problems_of(files, Credentials(files))] == ["token_file", "ca_bundle"]
 
 
 def test_a_token_of_the_environment_is_read_at_each_dial(tmp_path: Path) -> None:
     told = {key: value for key, value in LEAST.items() if key != "token_file"} | {"token_env": "BUS_TOKEN"}
     environ = {"BUS_TOKEN": "one"}
-    credentials = Credentials(load(tmp_path, told), environ)
+    settings = load(tmp_path, told)
+    credentials = Credentials(settings, environ)
     assert credentials.read_token() == "one"
     environ["BUS_TOKEN"] = "two"
     assert credentials.has_other_token("one")
     del environ["BUS_TOKEN"]
-    assert problems_of(credentials) == ("token_env: is empty or not set; put the router's token there",)
+    assert problems_of(settings, credentials) == ("token_env: is empty or not set; put the router's token there",)
 
 
 @pytest.mark.case("EP5")
@@ -290,13 +297,96 @@ def test_without_any_good_file_there_is_no_dial(files: BrokerSettings) -> None:
         Credentials(files).current(Counts())
 
 
+def test_a_message_of_a_file_names_it(files: BrokerSettings) -> None:
+    assert files.token_file
+    assert files.ca_bundle
+    files.token_file.unlink()
+    files.ca_bundle.write_text("garbage")
+    assert problems_of(files, Credentials(files)) == (
+        f"token_file: could not be read: {files.token_file}: No such file or directory; check the path and its mode",
+        f"ca_bundle: {files.ca_bundle} has no certificates that can be read; give PEM",
+    )
+    files.token_file.write_text(" ")
+    assert f"token_file: {files.token_file} is empty" in problems_of(files, Credentials(files))[0]
+
+
+def test_descriptors_that_are_not_allowed_are_told(files: BrokerSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 319))
+    (line,) = problems_of(files, Credentials(files))
+    assert line == "max_streams needs 320 descriptors, and 319 are allowed; raise the limit of open files to 320"
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 320))
+    assert problems_of(files, Credentials(files)) == ()
+
+
+def kubeconfig(**changes: Any) -> dict[str, Any]:
+    return {
+        "current-context": "c",
+        "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
+        "clusters": [{"name": "k", "cluster": {"server": "https://127.0.0.1:1"}}],
+        "users": [{"name": "u", "user": {"token": "t0k"}}],
+    } | changes
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "could not be read: "),
+        ("a: [", "is no YAML"),
+        ("\x00", "is no YAML"),
+        ("[" * 100_000, "is no YAML"),
+        ("t0k", "it is no mapping"),
+        ("", "it is no mapping"),
+        (kubeconfig(contexts="t0k"), "contexts is no list"),
+        (kubeconfig(contexts=["t0k"]), "contexts is no list of mappings"),
+        (kubeconfig(contexts=[{"name": "c", "context": "t0k"}]), "an entry of contexts has no context"),
+        (kubeconfig(**{"current-context": "x"}), "current-context names none of contexts"),
+        (kubeconfig(**{"current-context": None}), "current-context names none of contexts"),
+        (kubeconfig(clusters=[]), "the current context's cluster names none of clusters"),
+        (kubeconfig(clusters=[{"name": "k", "cluster": {"server": "t0k"}}]), "its current cluster has no server"),
+        (kubeconfig(users=None), "users is no list"),
+        (kubeconfig(users=[{"name": "v", "user": {}}]), "the current context's user names none of users"),
+    ],
+)
+def test_a_kubeconfig_that_is_none_is_told_by_its_path(
+    tmp_path: Path, files: BrokerSettings, content: object, said: str
+) -> None:
+    path = tmp_path / "kubeconfig"
+    if content is not None:
+        path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    (line,) = problems_of(files, Credentials(files), kubeconfig=path)
+    assert line.startswith("--kubeconfig: ")
+    assert str(path) in line
+    assert said in line
+    assert "t0k" not in line
+    assert "give --kubeconfig" not in line
+
+
+@pytest.mark.parametrize("user", [{}, None, {"exec": {"command": "/bin/false"}}])
+def test_a_kubeconfig_is_fine_and_what_it_names_is_not_started(
+    tmp_path: Path, files: BrokerSettings, user: object
+) -> None:
+    path = tmp_path / "kubeconfig"
+    path.write_text(yaml.safe_dump(kubeconfig(users=[{"name": "u", "user": user}])))
+    assert problems_of(files, Credentials(files), kubeconfig=path) == ()
+
+
+def authority(*, until: datetime) -> bytes:
+    """Return the certificate of an authority that is good until a day."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "of\nold")])
+    made = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    made = made.not_valid_before(until - timedelta(days=9)).not_valid_after(until)
+    made = made.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+    return made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+
 # The command.
 
 
-def checked(tmp_path: Path, told: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+def checked(tmp_path: Path, told: object, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(told))
-    status = app(["event-broker", "--config", str(path), "--check-config"], standalone_mode=False)
+    status = app(["event-broker", "--config", str(path), "--check-config", *options], standalone_mode=False)
     said = capsys.readouterr()
     return status or 0, said.out, said.err
 
@@ -317,3 +407,32 @@ def test_a_check_says_fine_or_each_problem_in_a_line_and_never_the_token(
     status, out, err = checked(tmp_path, told | {"bus_url": "http://x", "nope": 1}, capsys)
     assert (status, out, err.count("\n")) == (2, "", 2)
     assert "secret" not in out + err
+
+
+def test_a_check_reads_the_kubeconfig_as_well(
+    tmp_path: Path, files: BrokerSettings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = GOOD | {"token_file": str(files.token_file), "ca_bundle": str(files.ca_bundle)}
+    path = tmp_path / "kubeconfig"
+    status, out, err = checked(tmp_path, told, capsys, "--kubeconfig", str(path))
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert str(path) in err
+    path.write_text(yaml.safe_dump(kubeconfig()))
+    assert checked(tmp_path, told, capsys, "--kubeconfig", str(path))[0] == 0
+
+
+def test_a_check_warns_of_an_authority_whose_time_is_over_and_that_is_no_failure(
+    tmp_path: Path, files: BrokerSettings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert files.ca_bundle
+    old, new = (authority(until=datetime.now(UTC) + timedelta(days=days)) for days in (-1, 8))
+    files.ca_bundle.write_bytes(old + new)
+    told = GOOD | {"token_file": str(files.token_file), "ca_bundle": str(files.ca_bundle)}
+    status, out, err = checked(tmp_path, told, capsys)
+    assert (status, err.count("\n")) == (0, 1)
+    assert out.endswith("config.yaml: fine\n")
+    assert err.startswith(f"warning: ca_bundle: {files.ca_bundle}: ")
+    assert "the certificate of 'commonName=of\\nold' expired on " in err
+    status, out, err = checked(tmp_path, told, capsys, "--json")
+    assert (status, err) == (0, "")
+    assert [len(json.loads(out)[key]) for key in ("problems", "warnings")] == [0, 1]

@@ -326,7 +326,7 @@ async def test_a_certificate_authority_that_is_replaced_is_followed(tmp_path: Pa
                 await read(api)
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "[]", "a: b", "current-context: c", "\x00", '{"users": 7}'])
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "a: b", "current-context: c", "\x00", '{"users": 7}', "a"])
 @in_a_loop
 async def test_a_kubeconfig_that_can_not_be_used_is_said_to_be(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "config"
@@ -338,8 +338,10 @@ async def test_a_kubeconfig_that_can_not_be_used_is_said_to_be(tmp_path: Path, c
     ):
         assert not access.is_in_cluster
         async with HttpApi(access) as api:
-            with pytest.raises(ApiError, match="can't be used"):
+            with pytest.raises(ApiError, match="can't be used") as caught:
                 await read(api)
+        assert "' object" not in caught.value.message
+        assert ("--kubeconfig" in caught.value.remedy) == (access._kubeconfig is None)
 
 
 @in_a_loop

@@ -398,6 +398,11 @@ def test_an_answer_becomes_an_error_that_says_its_status_and_what_to_do() -> Non
     assert str(refused(500, b'{"message":7}')) == '500: {"message":7}'
 
 
+@pytest.mark.parametrize("body", [b"[" * 200_000, b'{"a":' * 200_000, b"9" * 5_000, b"\xff"], ids=lambda body: body[:5])
+def test_a_refusal_that_no_parser_goes_through_is_a_refusal_all_the_same(body: bytes) -> None:
+    assert str(refused(503, body)).startswith("503: ")
+
+
 def test_pages_and_events_are_read() -> None:
     raw: dict[str, Any] = {"metadata": {"name": "n", "resourceVersion": "5"}}
     page = parse_page(

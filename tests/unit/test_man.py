@@ -48,6 +48,15 @@ def test_a_page_has_every_option_and_where_to_read_on(name: str) -> None:
         assert line.split()[1].replace("\\-", "-") in PAGES
 
 
+@pytest.mark.parametrize("name", ["event-broker", "event-bus"])
+def test_the_status_after_a_second_signal_is_told_and_is_no_example(name: str) -> None:
+    status, _, examples = PAGES[f"kura-shaper-{name}"].partition(".SH EXAMPLES\n")
+    own = status.partition("Of this command: ")[2]
+    assert "130" in own
+    assert "143" in own
+    assert examples.count(".B ") == 1
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_groff_finds_nothing_wrong(name: str) -> None:
     if not shutil.which("groff"):

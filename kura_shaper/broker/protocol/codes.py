@@ -42,6 +42,11 @@ class RefusalCode(StrEnum):
         """Whether the same subscribe may succeed later, when nothing but time has changed."""
         return self in _RETRYABLE
 
+    @property
+    def words(self) -> str:
+        """What it means, for a person who reads a log; no value of anybody's is in it."""
+        return _WORDS[self]
+
 
 _RETRYABLE = frozenset(
     {
@@ -56,6 +61,24 @@ _RETRYABLE = frozenset(
         RefusalCode.INTERNAL,
     }
 )
+
+_WORDS = {
+    RefusalCode.DRAINING: "this broker takes no new streams, since it or the router leaves",
+    RefusalCode.DUPLICATE_STREAM: "there is a stream of this id",
+    RefusalCode.STREAM_LIMIT: "there are as many streams as max_streams allows",
+    RefusalCode.UNSUPPORTED_TARGET: "the target is of a kind that is not served",
+    RefusalCode.INVALID_TARGET: "the target is no address of a publisher",
+    RefusalCode.NAMESPACE_NOT_COVERED: "the Dynamo namespace is not one of dynamo_namespaces",
+    RefusalCode.TARGET_NOT_ADVERTISED: "no DynamoWorkerMetadata that is watched advertises the endpoint there",
+    RefusalCode.RESOLVE_FAILED: "the publisher's name has no address",
+    RefusalCode.ADDRESS_NOT_ALLOWED: "the publisher's address is a special one or outside of allowed_cidrs",
+    RefusalCode.CONNECT_FAILED: "the publisher could not be connected to",
+    RefusalCode.STREAM_SLOT_TIMEOUT: "HTTP/2 had no place for the stream in time",
+    RefusalCode.OPEN_TIMEOUT: "the router did not answer the stream in time",
+    RefusalCode.STREAM_REJECTED: "the router did not take the stream",
+    RefusalCode.UNKNOWN_STREAM: "the router does not know the stream",
+    RefusalCode.INTERNAL: "something went wrong in the broker",
+}
 
 
 class CloseCode(StrEnum):

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from kura_shaper.broker.protocol.errors import ProtocolViolationError
 
 _HEADER_BYTES = 9
+_SETTINGS = 0x4
 _GOAWAY = 0x7
 _GOAWAY_BYTES_LEAST = 8
 _STREAM_MASK = 0x7FFF_FFFF
 LAST_STREAM_MAX = _STREAM_MASK
 NO_ERROR = 0
+# Each may change the window of every stream, so thousands of them in one read cost a minute with thousands of streams.
+SETTINGS_MAX = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +37,24 @@ def encode_goaway(last_stream_id: int = LAST_STREAM_MAX, error_code: int = NO_ER
 
 
 class FrameSplitter:
-    """Passes every byte on but those of GOAWAY frames. `preface_bytes` come before the first frame of a client."""
+    """Passes every byte on but those of GOAWAY frames. `preface_bytes` come before the first frame of a client.
+
+    It is also where a flood is seen before a library works on it: no peer changes its settings time and again.
+    """
 
     def __init__(self, *, max_frame_bytes: int, preface_bytes: int = 0) -> None:
         self._max_frame_bytes = max_frame_bytes
         self._left_bytes = preface_bytes
         self._begun = b""
         self._goaway: bytearray | None = None
+        self._settings = 0
 
     def feed(self, data: bytes) -> tuple[bytes, tuple[GoAway, ...]]:
-        """Return what a library may see, and what it may not. Raises ProtocolViolationError for a frame too long."""
+        """Return what a library may see, and what it may not. Raises ProtocolViolationError.
+
+        That is for a frame too long, and for more SETTINGS at once than SETTINGS_MAX.
+        """
+        self._settings = 0
         passed: list[bytes | memoryview] = []
         found: list[GoAway] = []
         view = memoryview(self._begun + data if self._begun else data)
@@ -75,6 +86,10 @@ class FrameSplitter:
         self._left_bytes = int.from_bytes(header[:3], "big")
         if self._left_bytes > self._max_frame_bytes:
             raise ProtocolViolationError("an HTTP/2 frame is longer than we allow")
+        if header[3] == _SETTINGS:
+            self._settings += 1
+            if self._settings > SETTINGS_MAX:
+                raise ProtocolViolationError("the settings of HTTP/2 change time and again")
         if header[3] == _GOAWAY:
             if self._left_bytes < _GOAWAY_BYTES_LEAST:
                 raise ProtocolViolationError("a GOAWAY is too short")

@@ -73,8 +73,11 @@ class Access:
     async def _load(self) -> Login:
         if self.is_in_cluster:
             return login.of_pod(self._environ, self._service_account)
-        path = str(self._kubeconfig or self._environ.get("KUBECONFIG") or _USERS_KUBECONFIG.expanduser())
-        return await login.of_kubeconfig(path, name=self._kubeconfig or "the kubeconfig")
+        if self._kubeconfig is not None:
+            remedy = "give a kubeconfig that can be used"
+            return await login.of_kubeconfig(str(self._kubeconfig), name=self._kubeconfig, remedy=remedy)
+        path = self._environ.get("KUBECONFIG") or str(_USERS_KUBECONFIG.expanduser())
+        return await login.of_kubeconfig(path, name="the kubeconfig")
 
 
 def _mapped() -> AbstractContextManager[None]:

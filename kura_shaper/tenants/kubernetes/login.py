@@ -125,8 +125,11 @@ def of_pod(environ: Mapping[str, str], service_account: Path) -> PodLogin:
     return PodLogin(f"https://{bracketed}:{port}", token, ca)
 
 
-async def of_kubeconfig(path: str, *, name: object) -> KubeconfigLogin:
-    """Return the login of a kubeconfig, or of several as KUBECONFIG lists them. Raises ApiError, which says `name`."""
+async def of_kubeconfig(path: str, *, name: object, remedy: str = _REMEDY) -> KubeconfigLogin:
+    """Return the login of a kubeconfig, or of several as KUBECONFIG lists them.
+
+    Raises ApiError, which says `name`, and as its remedy what to do when it can't be used.
+    """
     try:
         from kubernetes.aio.client import Configuration
         from kubernetes.aio.config import ConfigException, load_kube_config
@@ -139,10 +142,12 @@ async def of_kubeconfig(path: str, *, name: object) -> KubeconfigLogin:
             Path(path).stat()  # the client only logs that there is none
         await load_kube_config(path, client_configuration=found, persist_config=False)
     # A kubeconfig that is not of the shape that is expected fails in every way there is.
-    except (ConfigException, YAMLError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _unusable(name, error) from error
+    except (TypeError, KeyError, AttributeError) as error:
+        raise _unusable(name, "it is no kubeconfig", remedy=remedy) from error
+    except (ConfigException, YAMLError, OSError, ValueError) as error:
+        raise _unusable(name, error, remedy=remedy) from error
     return KubeconfigLogin(found)
 
 
-def _unusable(what: object, why: object) -> ApiError:
-    return ApiError(f"{what} can't be used: {' '.join(str(why).split())}", remedy=_REMEDY)
+def _unusable(what: object, why: object, *, remedy: str = _REMEDY) -> ApiError:
+    return ApiError(f"{what} can't be used: {' '.join(str(why).split())}", remedy=remedy)

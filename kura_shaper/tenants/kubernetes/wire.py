@@ -124,7 +124,7 @@ class Event:
 def refused(status: int, body: bytes, *, retry_after_ns: int = 0) -> ApiError:
     """Return the error that an answer other than 200 is."""
     words = body[: 4 * _SHOWN_CHARACTERS].decode("utf-8", errors="replace")
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         told = json.loads(body)
         if isinstance(told, dict) and isinstance(told.get("message"), str):
             words = told["message"]
