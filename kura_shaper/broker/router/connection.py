@@ -22,11 +22,12 @@ from kura_shaper.broker.protocol.limits import (
     STREAMS_PATH,
 )
 from kura_shaper.broker.protocol.router_session import Claim
-from kura_shaper.broker.router.http2 import Body, Http2Server
+from kura_shaper.broker.router.http2 import ENHANCE_YOUR_CALM, Body, ClientFailedError, Http2Server
 from kura_shaper.broker.router.session import ClientSession, SessionOwner
 
 if TYPE_CHECKING:
     from kura_shaper.broker.router.counts import RouterCounts
+    from kura_shaper.broker.router.rarely import Rarely
     from kura_shaper.broker.router.settings import RouterSettings
 
 _IDLE_WITHIN_S, _CLOSE_WITHIN_S = 10.0, 2.0
@@ -36,7 +37,6 @@ _BEARER = "bearer "
 _RETRY_AFTER_S = "5"
 _NO_SESSION = 410
 _STREAM_CODES = {404: "unknown_stream", 409: "duplicate_stream"}
-_ENHANCE_YOUR_CALM = 0xB
 
 
 class ConnectionOwner(SessionOwner, Protocol):
@@ -44,6 +44,7 @@ class ConnectionOwner(SessionOwner, Protocol):
 
     settings: RouterSettings
     counts: RouterCounts
+    faulty: Rarely
 
     def is_allowed(self, token: str) -> bool:
         """Return whether a bearer token is one that may come in."""
@@ -74,7 +75,10 @@ class BusConnection:
         self._loop = asyncio.get_running_loop()
         # Beside the streams: the session, and places for requests that are only refused.
         http = Http2Server(
-            self, max_streams=settings.max_streams + 16, stream_window_bytes=settings.stream_window_bytes
+            self,
+            max_streams=settings.max_streams + 16,
+            stream_window_bytes=settings.stream_window_bytes,
+            now_s=self._loop.time,
         )
         self._budget = Budget()
         self.link: ServerLink = ServerLink(http, budget=self._budget, owner=self)
@@ -113,7 +117,9 @@ class BusConnection:
 
     def on_lost(self, error: ConnectionFailedError) -> None:
         """See LinkOwner."""
-        del error
+        if isinstance(error, ClientFailedError):
+            self.counts.connection_faults[error.fault] += 1
+            self._owner.faulty.note(reason=error.fault, message=str(error))
         self.on_gone()
         self.link.close(within_s=_CLOSE_WITHIN_S)
 
@@ -142,9 +148,10 @@ class BusConnection:
             self._refused += 1
             self._answer(http_id, 401, "unauthorized", ("www-authenticate", "Bearer"))
             if self._refused >= _REFUSED_MAX:
-                self.link.http.go_away(_ENHANCE_YOUR_CALM)
+                self.link.http.go_away(ENHANCE_YOUR_CALM)
                 self._loop.call_soon(self.close)
             return None
+        self.link.http.admit()
         if not path.startswith(prefix):
             return self._answer(http_id, 404, "")
         path = path[len(prefix) :]
@@ -214,7 +221,7 @@ class ServerLink(BusLink[Http2Server]):
     def __init__(self, http: Http2Server, *, budget: Budget, owner: BusConnection) -> None:
         super().__init__(http, budget=budget, owner=owner)
         self._connection = owner
-        self._is_gone = False
+        self._is_gone = self._is_stalled = self._is_behind = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio.Protocol."""
@@ -225,14 +232,36 @@ class ServerLink(BusLink[Http2Server]):
         else:
             self._connection.on_made()
 
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol. A read of many frames takes many turns of the loop."""
+        super().data_received(data)
+        if self.http.has_unread and not self._is_behind and not self._is_lost and self._transport is not None:
+            self._is_behind = True
+            self._transport.pause_reading()
+            self._loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._is_behind = False
+        self.data_received(b"")
+        if not self._is_behind and not self._is_stalled and self._transport is not None:
+            self._transport.resume_reading()
+
+    def fail(self, error: ConnectionFailedError) -> None:
+        """See BusLink. The client is told why, if it reads."""
+        if not self._is_lost and self._transport is not None and not self._transport.is_closing():
+            self._transport.write(self.http.data_to_send())
+        super().fail(error)
+
     def pause(self) -> None:
         """Read nothing: a fault that tests want."""
+        self._is_stalled = True
         if self._transport is not None:
             self._transport.pause_reading()
 
     def resume(self) -> None:
         """Read again."""
-        if self._transport is not None:
+        self._is_stalled = False
+        if self._transport is not None and not self._is_behind:
             self._transport.resume_reading()
 
     def abort(self) -> None:

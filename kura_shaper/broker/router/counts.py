@@ -39,6 +39,14 @@ class Dropped(StrEnum):
     OUTPUT_FULL = "output_full"
 
 
+class ConnectionFault(StrEnum):
+    """What a client did that ended its connection."""
+
+    PROTOCOL = "protocol"
+    FLOOD = "flood"
+    UNREADABLE = "unreadable"
+
+
 def _zeros(keys: Iterable[object]) -> dict[str, int]:
     return {str(key): 0 for key in keys}
 
@@ -49,6 +57,7 @@ class RouterCounts:
 
     connections: int = 0
     connections_refused: int = 0
+    connection_faults: dict[str, int] = field(default_factory=lambda: _zeros(ConnectionFault))
     answers: dict[str, int] = field(default_factory=lambda: _zeros([*ANSWERS, UNKNOWN]))
     sessions: int = 0
     session_ends: dict[str, int] = field(default_factory=lambda: _zeros([*SessionCode, CONNECTION_LOST, UNKNOWN]))

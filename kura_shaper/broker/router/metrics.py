@@ -24,6 +24,7 @@ _FAMILIES = Families(PREFIX)
 _gauge, _labelled = _FAMILIES.gauge, _FAMILIES.labelled
 # Name, words, label, and the counter of RouterCounts.
 _BY_LABEL = (
+    ("connection_faults", "Connections that ended by what the client sent", "reason", "connection_faults"),
     ("answers", "Answers to requests of clients", "status", "answers"),
     ("session_ends", "Sessions that ended", "code", "session_ends"),
     ("refusals", "Subscribes that brokers refused", "code", "refusals"),

@@ -21,6 +21,7 @@ from kura_shaper.broker.router.counts import RouterCounts
 from kura_shaper.broker.router.door import Door
 from kura_shaper.broker.router.faults import plan_faults
 from kura_shaper.broker.router.output import AllOutputs
+from kura_shaper.broker.router.rarely import Rarely
 from kura_shaper.broker.router.rebalance import Rebalance
 from kura_shaper.broker.router.serving import EventServer
 from kura_shaper.broker.router.wanted import Wanted
@@ -63,6 +64,7 @@ class EventBus:
         self.max_message_bytes = settings.max_message_bytes
         self.kept = Budget(_KEPT_BYTES_MAX)
         self._loop = asyncio.get_running_loop()
+        self.faulty = Rarely("client_failed", now_s=self._loop.time)
         self.by_client: dict[str, ClientSession] = {}
         self._by_id: dict[str, ClientSession] = {}
         self._connections: set[BusConnection] = set()
