@@ -177,7 +177,8 @@ class BusConnection:
         if code is not None:
             return self._answer(http_id, 503, code, ("retry-after", _RETRY_AFTER_S))
         self._respond(http_id, 200, MEDIA_TYPE)
-        return ClientSession(self, http_id, owner=self._owner, counts=self.counts)
+        max_streams = self._owner.settings.max_streams
+        return ClientSession(self, http_id, owner=self._owner, counts=self.counts, max_streams=max_streams)
 
     def _begin_stream(self, http_id: int, stream_id: str, headers: dict[str, str]) -> Body | None:
         session = self._owner.session_of(headers.get("x-bus-session", ""))
