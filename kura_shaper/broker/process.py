@@ -1,13 +1,15 @@
-"""What the broker and the router are alike in as processes: their credentials checked, and their end by a signal."""
+"""What the broker and the router are alike in as processes: credentials and descriptors, and their end by a signal."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 from typing import TYPE_CHECKING
 
 from kura_shaper.broker.credentials import CredentialError
+from kura_shaper.errors import UsageError
 from kura_shaper.log import event as log_event
 
 if TYPE_CHECKING:
@@ -26,6 +28,16 @@ def problems_with(*reads: Callable[[], object]) -> tuple[str, ...]:
         except CredentialError as error:
             found.append(str(error))
     return tuple(found)
+
+
+def require_descriptors(wanted: int, *, key: str) -> None:
+    """Have room for so many descriptors; raises UsageError when there can't be. `key` is the setting that asks so."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        remedy = f"raise the limit of open files to {wanted}"
+        raise UsageError(f"{key} needs {wanted} descriptors, and {hard} are allowed", remedy=remedy)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def stop_by_signals(stop: Callable[[], None], *, is_stopping: Callable[[], bool], log: logging.Logger) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import signal
 from random import Random
 from typing import TYPE_CHECKING
@@ -14,9 +13,8 @@ from kura_shaper.broker.directory import MetadataDirectory
 from kura_shaper.broker.health import BrokerHealth
 from kura_shaper.broker.memory import share_one_arena
 from kura_shaper.broker.metrics import BrokerMetrics
-from kura_shaper.broker.process import SIGNALS, problems_with, stop_by_signals
+from kura_shaper.broker.process import SIGNALS, problems_with, require_descriptors, stop_by_signals
 from kura_shaper.broker.service import Broker, OnTerminal
-from kura_shaper.errors import UsageError
 from kura_shaper.log import event as log_event
 from kura_shaper.tenants.kubernetes.access import Access, HttpApi
 from kura_shaper.tenants.kubernetes.pace import SystemAsyncClock
@@ -64,7 +62,7 @@ def run_broker(
 ) -> None:
     """Run a broker until a signal. Raises UsageError, MarkRefusedError, and with GIVE_UP RefusedError."""
     share_one_arena()
-    _require_descriptors(settings.max_streams + _DESCRIPTORS)
+    require_descriptors(settings.max_streams + _DESCRIPTORS, key="max_streams")
     require_mark(settings.so_mark)
     if not settings.allowed_cidrs:
         remedy = "set allowed_cidrs to the pods' network"
@@ -74,16 +72,6 @@ def run_broker(
             remedy = "set allowed_cidrs to the pods' network alone"
             log_event(_log, "any_address_is_allowed", level=logging.WARNING, network=str(network), remedy=remedy)
     asyncio.run(_run(settings, credentials, kubeconfig, early=early, on_terminal=on_terminal, targets=targets))
-
-
-def _require_descriptors(wanted: int) -> None:
-    """Have room for so many descriptors, or say that there is none before there are streams."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < wanted:
-        remedy = f"raise the limit of open files to {wanted}"
-        raise UsageError(f"max_streams needs {wanted} descriptors, and {hard} are allowed", remedy=remedy)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _run(

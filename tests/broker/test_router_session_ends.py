@@ -91,7 +91,7 @@ async def test_a_session_that_ends_by_a_subscribe_leaves_its_feed_to_be_placed_a
         rig.bus.by_client["a"].buffer.limit_bytes = 0
         await rig.bus.want((WANTED,))
         (feed,) = rig.bus.feeds
-        assert feed.current
+        await until(lambda: feed.current is not None)
         await until(lambda: not rig.bus.by_client)
         assert feed.current is None
         async with client(rig) as other:
@@ -111,7 +111,7 @@ async def test_a_session_that_ends_by_the_subscribe_of_the_next_stream_leaves_th
             await other.session(SECOND)
             rig.bus.by_client["b"].buffer.limit_bytes = 0
             feed.move()
-            assert feed.next
+            await until(lambda: feed.next is not None)
             await until(lambda: "b" not in rig.bus.by_client)
         assert feed.next is None
         assert feed.session is rig.bus.by_client["a"]

@@ -62,6 +62,10 @@ class ConnectionOwner(SessionOwner, Protocol):
         """A connection is there. Returns whether it may stay."""
         ...
 
+    def on_admitted(self, connection: BusConnection) -> bool:
+        """A connection showed a token. Returns whether there is a place for it."""
+        ...
+
     def on_disconnected(self, connection: BusConnection) -> None:
         """A connection is gone."""
 
@@ -83,7 +87,7 @@ class BusConnection:
         self._budget = Budget()
         self.link: ServerLink = ServerLink(http, budget=self._budget, owner=self)
         self._refused = 0
-        self._is_closing = self.was_made = False
+        self._is_closing = self._is_admitted = self.was_made = False
         self._idle_timer: asyncio.TimerHandle | None = None
 
     def on_made(self) -> None:
@@ -151,7 +155,12 @@ class BusConnection:
                 self.link.http.go_away(ENHANCE_YOUR_CALM)
                 self._loop.call_soon(self.close)
             return None
-        self.link.http.admit()
+        if not self._is_admitted:
+            self._is_admitted = self._owner.on_admitted(self)
+            if not self._is_admitted:
+                self._loop.call_soon(self.close)
+                return self._answer(http_id, 503, SessionCode.OVERLOADED, ("retry-after", _RETRY_AFTER_S))
+            self.link.http.admit()
         if not path.startswith(prefix):
             return self._answer(http_id, 404, "")
         path = path[len(prefix) :]

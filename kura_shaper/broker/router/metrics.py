@@ -80,6 +80,7 @@ class RouterMetrics:
         for role in Role:
             clients.add_metric([role], sum(session.role == role for session in sessions))
         yield clients
+        yield _gauge("strangers", "Connections that have shown no token yet", bus.strangers)
         yield _gauge("streams_open", "Data streams that are open", states.count(TunnelState.OPEN))
         yield _gauge("streams_asked", "Subscribes that are no streams yet", states.count(TunnelState.ASKED))
         yield _gauge("feeds", "Publishers whose events are wanted", len(bus.feeds))
