@@ -6,6 +6,7 @@ namespaces are in /statusz, never here.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import (
@@ -18,11 +19,12 @@ from prometheus_client.core import (
 from kura_shaper import __version__
 from kura_shaper.broker.counts import STAGE_BUCKETS_S
 from kura_shaper.broker.families import Families
+from kura_shaper.broker.process import lag_s
 from kura_shaper.broker.protocol.limits import SECOND_NS
 from kura_shaper.broker.relay import RelayState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from prometheus_client.metrics_core import Metric
 
@@ -46,8 +48,10 @@ _BY_LABEL = (
 class BrokerMetrics:
     """A collector of prometheus_client."""
 
-    def __init__(self, broker: Broker, directory: MetadataDirectory) -> None:
-        self._broker, self._directory = broker, directory
+    def __init__(
+        self, broker: Broker, directory: MetadataDirectory, *, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._broker, self._directory, self._now_s = broker, directory, now_s
 
     def collect(self) -> Iterator[Metric]:
         """Yield every series."""
@@ -78,7 +82,8 @@ class BrokerMetrics:
             terminal.add_metric([code], is_set)
         yield terminal
         yield _gauge("reconnect_delay_seconds", "The last wait before an attempt", counts.reconnect_wait_s)
-        yield _gauge("event_loop_lag_seconds", "How late the event loop was last", counts.loop_lag_s)
+        lag = lag_s(counts.loop_lag_s, turned_s=self._broker.view.turned_s, now_s=self._now_s())
+        yield _gauge("event_loop_lag_seconds", "How late the event loop is", lag)
 
     def _streams(self) -> Iterator[Metric]:
         counts, session = self._broker.counts, self._broker.view.session

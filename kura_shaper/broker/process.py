@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     import logging
     from collections.abc import Callable
 
+# How often a loop notes that it turns.
+TURN_EVERY_S = 0.5
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def lag_s(measured_s: float, *, turned_s: float, now_s: float) -> float:
+    """Return how late a loop is, for another thread: what it measured last, or more when its next turn is overdue."""
+    return max(measured_s, now_s - turned_s - TURN_EVERY_S)
 
 
 def problems_with(*reads: Callable[[], object]) -> tuple[str, ...]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -20,6 +21,9 @@ from kura_shaper.broker.protocol.limits import SECOND_NS
 from kura_shaper.broker.refusals import RefusalLog, Targets
 from kura_shaper.broker.service import View
 from kura_shaper.clock import FakeClock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PROMISED = """
 refusals_total streams_closed_total streams_opened_total streams_open streams_opening streams_limit
@@ -46,9 +50,9 @@ class FakeDirectory:
         self.resources, self.references, self.namespaces_synced, self.age_s = 3, 12, 1, 4.5
 
 
-def exposed(broker: FakeBroker) -> dict[str, float]:
+def exposed(broker: FakeBroker, *, now_s: Callable[[], float] = time.monotonic) -> dict[str, float]:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(BrokerMetrics(broker, FakeDirectory()))  # type: ignore[arg-type]
+    registry.register(BrokerMetrics(broker, FakeDirectory(), now_s=now_s))  # type: ignore[arg-type]
     lines = generate_latest(registry).decode().splitlines()
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
 
@@ -77,6 +81,14 @@ def test_the_names_that_were_promised_are_there() -> None:
         name.partition("{")[0].removeprefix("continuum_event_broker_") for name in exposed(FakeBroker(FakeClock()))
     }
     assert set(PROMISED.split()) <= names
+
+
+@pytest.mark.case("ER78")
+@pytest.mark.parametrize(("now_s", "lag_s"), [(0.0, 0.02), (0.5, 0.02), (0.75, 0.25), (60.5, 60.0)])
+def test_a_loop_that_stands_still_is_late_at_a_scrape_that_comes_meanwhile(now_s: float, lag_s: float) -> None:
+    broker = FakeBroker(FakeClock())
+    broker.counts.loop_lag_s = 0.02
+    assert exposed(broker, now_s=lambda: now_s)["continuum_event_broker_event_loop_lag_seconds"] == lag_s
 
 
 def test_times_are_counted_in_every_bucket_that_holds_them() -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
 from kura_shaper import __version__
 from kura_shaper.broker.families import Families
+from kura_shaper.broker.process import lag_s
 from kura_shaper.broker.protocol.codes import Role
 from kura_shaper.broker.router.tunnel import TunnelState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from prometheus_client.metrics_core import Metric
 
@@ -56,8 +58,8 @@ _PLAIN = (
 class RouterMetrics:
     """A collector of prometheus_client."""
 
-    def __init__(self, bus: EventBus, discovery: Discovery) -> None:
-        self._bus, self._discovery = bus, discovery
+    def __init__(self, bus: EventBus, discovery: Discovery, *, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._bus, self._discovery, self._now_s = bus, discovery, now_s
 
     def collect(self) -> Iterator[Metric]:
         """Yield every series."""
@@ -86,7 +88,8 @@ class RouterMetrics:
         yield _gauge("feeds", "Publishers whose events are wanted", len(bus.feeds))
         yield _gauge("feeds_read", "Publishers that are subscribed to", sum(feed.is_read for feed in bus.feeds))
         yield _gauge("served_clients", "Readers of the served events", len(bus.served.clients) if bus.served else 0)
-        yield _gauge("event_loop_lag_seconds", "How late the event loop was last", bus.counts.loop_lag_s)
+        lag = lag_s(bus.counts.loop_lag_s, turned_s=bus.turned_s, now_s=self._now_s())
+        yield _gauge("event_loop_lag_seconds", "How late the event loop is", lag)
 
     def _discovered(self) -> Iterator[Metric]:
         found = self._discovery

@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from kura_shaper.broker.process import TURN_EVERY_S
 from kura_shaper.broker.protocol.buffer import Budget
 from kura_shaper.broker.protocol.codes import DrainReason, Role, SessionCode
 from kura_shaper.broker.protocol.frames import Welcome, WelcomeLimits
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from kura_shaper.broker.router.session import ClientSession
     from kura_shaper.broker.router.settings import RouterSettings, Subscription
 
-_LAG_EVERY_S, _RELOAD_EVERY_S = 0.5, 10.0
+_RELOAD_EVERY_S = 10.0
 _RETRY_AFTER_MS = 5_000
 # Beside a connection for each session: those that are only just coming, or going.
 SPARE_CONNECTIONS = 32
@@ -305,8 +306,8 @@ class EventBus:
 
     async def _measure_lag(self) -> None:
         while True:
-            due_s = self._loop.time() + _LAG_EVERY_S
-            await asyncio.sleep(_LAG_EVERY_S)
+            due_s = self._loop.time() + TURN_EVERY_S
+            await asyncio.sleep(TURN_EVERY_S)
             self.turned_s = time.monotonic()
             self.counts.loop_lag_s = max(0.0, self._loop.time() - due_s)
 
