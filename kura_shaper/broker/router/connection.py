@@ -252,8 +252,10 @@ class ServerLink(BusLink[Http2Server]):
 
     def _go_on(self) -> None:
         self._is_behind = False
+        if self._is_stalled:
+            return
         self.data_received(b"")
-        if not self._is_behind and not self._is_stalled and self._transport is not None:
+        if not self._is_behind and self._transport is not None:
             self._transport.resume_reading()
 
     def fail(self, error: ConnectionFailedError) -> None:
@@ -271,8 +273,8 @@ class ServerLink(BusLink[Http2Server]):
     def resume(self) -> None:
         """Read again."""
         self._is_stalled = False
-        if self._transport is not None and not self._is_behind:
-            self._transport.resume_reading()
+        if not self._is_behind:
+            self._go_on()
 
     def abort(self) -> None:
         """Break it off."""
