@@ -20,7 +20,6 @@ from kura_shaper.broker.router.frame_guard import BUDGET_UNITS, HEADER_BLOCK_BYT
 
 SETTINGS, PING, RST_STREAM, WINDOW_UPDATE, HEADERS, CONTINUATION = 4, 6, 3, 8, 1, 9
 END_HEADERS = 4
-ENHANCE_YOUR_CALM = (0xB).to_bytes(4, "big")
 
 
 def frame(kind: int, payload: bytes = b"", *, http_id: int = 0, flags: int = 0) -> bytes:
@@ -46,7 +45,7 @@ NOTHING = {
 
 @pytest.mark.case("ER70")
 @pytest.mark.parametrize("kind", NOTHING)
-def test_a_stranger_that_floods_is_closed_after_a_few_frames_and_told_to_be_calm(
+def test_a_stranger_that_floods_is_closed_after_a_few_frames_and_told_of_once(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     @in_flowing_time
@@ -68,7 +67,7 @@ def test_a_stranger_that_floods_is_closed_after_a_few_frames_and_told_to_be_calm
 
 @pytest.mark.case("ER70")
 @in_flowing_time
-async def test_what_a_stranger_may_say_is_said_to_the_frame() -> None:
+async def test_what_a_stranger_may_say_is_counted_to_the_frame_and_then_it_is_told_to_be_calm() -> None:
     async with routing() as rig, client(rig) as raw:
         # Its preface brought SETTINGS, and it acknowledged ours.
         await until(lambda: raw.h2.remote_settings.max_concurrent_streams < 2**32)
@@ -76,6 +75,7 @@ async def test_what_a_stranger_may_say_is_said_to_the_frame() -> None:
         assert await raw.status(raw.request(authorization="")) == 401
         assert not raw.is_closed
         await loses_the_connection(raw, frame(SETTINGS))
+        assert raw.goaway == h2.errors.ErrorCodes.ENHANCE_YOUR_CALM
         assert rig.bus.counts.connection_faults["flood"] == 1
 
 

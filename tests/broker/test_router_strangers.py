@@ -115,9 +115,9 @@ def test_a_stranger_that_does_not_get_on_is_closed_after_five_seconds(data: byte
             with silent(rig) as one:
                 await one.connect(1, "127.0.0.1", data)
                 await until(lambda: rig.bus.strangers == 2)
-                await loop().advance(4.0)
+                await loop().advance(2.0)
                 assert one.closed == 0
-                await loop().advance(1.5)
+                await loop().advance(3.5)
                 await until(lambda: one.closed == 1)
             # TLS and a preface are no token.
             await until(lambda: raw.is_closed)
