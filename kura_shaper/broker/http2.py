@@ -38,6 +38,9 @@ _DATA_FRAME_BYTES_MAX = 64 * KIB
 WINDOW_RESERVE_BYTES = 16 * KIB
 _INITIAL_WINDOW_BYTES = 65_535
 _PING = b"shaping."
+_SETTINGS = 0x4
+# Each may change the window of every stream, so thousands of them in one read cost a minute with thousands of streams.
+SETTINGS_MAX = 32
 _STATUS = re.compile("[1-5][0-9]{2}", re.ASCII)
 
 
@@ -45,6 +48,22 @@ class _Connection(h2.connection.H2Connection):
     """Remembers fewer streams that have ended, 150 bytes for each: a frame of one is late by seconds at most."""
 
     MAX_CLOSED_STREAMS = 2 * STREAMS_MAX
+
+
+class _SettingsWatch:
+    """Sees a flood of settings before the library works on it: no router changes them time and again."""
+
+    is_enough = False
+
+    def __init__(self) -> None:
+        self.of_this_read = 0
+
+    def on_frame(self, kind: int, flags: int, length_bytes: int) -> None:
+        """See FrameWatch."""
+        del flags, length_bytes
+        self.of_this_read += kind == _SETTINGS
+        if self.of_this_read > SETTINGS_MAX:
+            raise ProtocolViolationError("the settings of HTTP/2 change time and again")
 
 
 def _quieten() -> None:
@@ -106,7 +125,8 @@ class Http2Client:
         # All streams may be ahead of their publishers by a whole window and the session still hears its router.
         self._h2.increment_flow_control_window((max_streams + 1) * STREAM_WINDOW_BYTES - _INITIAL_WINDOW_BYTES)
         self._frames = DataFrames(self._h2)
-        self._splitter = FrameSplitter(max_frame_bytes=_FRAME_BYTES)
+        self._watch = _SettingsWatch()
+        self._splitter = FrameSplitter(max_frame_bytes=_FRAME_BYTES, watch=self._watch)
         self._exchanges: dict[int, Exchange] = {}
         self._waiting: OrderedDict[Exchange, list[Header]] = OrderedDict()
         self._knows_settings = False
@@ -212,6 +232,7 @@ class Http2Client:
     def _parsed(self, data: bytes) -> tuple[list[h2.events.Event], tuple[GoAway, ...]]:
         """Return what the bytes of the router say. Raises ConnectionFailedError."""
         try:
+            self._watch.of_this_read = 0
             passed, goaways = self._splitter.feed(data)
             return self._h2.receive_data(passed), goaways
         # Not all that a hostile router can provoke in h2 and hpack is an error of theirs: UnicodeDecodeError is none.

@@ -19,9 +19,9 @@ from prometheus_client.core import (
 from kura_shaper import __version__
 from kura_shaper.broker.counts import STAGE_BUCKETS_S
 from kura_shaper.broker.families import Families
+from kura_shaper.broker.process import lag_s
 from kura_shaper.broker.protocol.limits import SECOND_NS
 from kura_shaper.broker.relay import RelayState
-from kura_shaper.broker.service import LAG_EVERY_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -82,9 +82,8 @@ class BrokerMetrics:
             terminal.add_metric([code], is_set)
         yield terminal
         yield _gauge("reconnect_delay_seconds", "The last wait before an attempt", counts.reconnect_wait_s)
-        # A loop that stands still notes nothing: it is late by what it should have turned since.
-        late_s = max(counts.loop_lag_s, self._now_s() - self._broker.view.turned_s - LAG_EVERY_S)
-        yield _gauge("event_loop_lag_seconds", "How late the event loop was last, or is now", late_s)
+        lag = lag_s(counts.loop_lag_s, turned_s=self._broker.view.turned_s, now_s=self._now_s())
+        yield _gauge("event_loop_lag_seconds", "How late the event loop is", lag)
 
     def _streams(self) -> Iterator[Metric]:
         counts, session = self._broker.counts, self._broker.view.session

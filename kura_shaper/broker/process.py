@@ -1,9 +1,10 @@
-"""What the broker and the router are alike in as processes: their credentials checked, and their end by a signal."""
+"""What the broker and the router are alike in as processes: credentials and descriptors, and their end by a signal."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,14 @@ if TYPE_CHECKING:
     import logging
     from collections.abc import Callable
 
+# How often a loop notes that it turns.
+TURN_EVERY_S = 0.5
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def lag_s(measured_s: float, *, turned_s: float, now_s: float) -> float:
+    """Return how late a loop is, for another thread: what it measured last, or more when its next turn is overdue."""
+    return max(measured_s, now_s - turned_s - TURN_EVERY_S)
 
 
 def problems_with(*reads: Callable[[], object]) -> tuple[str, ...]:
@@ -26,6 +34,16 @@ def problems_with(*reads: Callable[[], object]) -> tuple[str, ...]:
         except UsageError as error:
             found.append(str(error))
     return tuple(found)
+
+
+def require_descriptors(wanted: int, *, key: str) -> None:
+    """Have room for so many descriptors; raises UsageError when there can't be. `key` is the setting that asks so."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        remedy = f"raise the limit of open files to {wanted}"
+        raise UsageError(f"{key} needs {wanted} descriptors, and {hard} are allowed", remedy=remedy)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def stop_by_signals(stop: Callable[[], None], *, is_stopping: Callable[[], bool], log: logging.Logger) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import signal
 from functools import partial
 from random import Random
@@ -16,9 +15,8 @@ from kura_shaper.broker.health import BrokerHealth
 from kura_shaper.broker.kubeconfig import require_kubeconfig
 from kura_shaper.broker.memory import share_one_arena
 from kura_shaper.broker.metrics import BrokerMetrics
-from kura_shaper.broker.process import SIGNALS, problems_with, stop_by_signals
+from kura_shaper.broker.process import SIGNALS, problems_with, require_descriptors, stop_by_signals
 from kura_shaper.broker.service import Broker, OnTerminal
-from kura_shaper.errors import UsageError
 from kura_shaper.log import event as log_event
 from kura_shaper.tenants.kubernetes.access import Access, HttpApi
 from kura_shaper.tenants.kubernetes.pace import SystemAsyncClock
@@ -46,7 +44,7 @@ def problems_of(
     reads: list[Callable[[], object]] = [credentials.read_token, credentials.read_context]
     if kubeconfig is not None:
         reads.append(partial(require_kubeconfig, "--kubeconfig", kubeconfig))
-    return problems_with(*reads, partial(_require_descriptors, _descriptors(settings)))
+    return problems_with(*reads, partial(require_descriptors, _descriptors(settings), key="max_streams"))
 
 
 class EarlySignals:
@@ -72,7 +70,7 @@ def run_broker(
 ) -> None:
     """Run a broker until a signal. Raises UsageError, MarkRefusedError, and with GIVE_UP RefusedError."""
     share_one_arena()
-    _take_descriptors(_descriptors(settings))
+    require_descriptors(_descriptors(settings), key="max_streams")
     require_mark(settings.so_mark)
     if not settings.allowed_cidrs:
         remedy = "set allowed_cidrs to the pods' network"
@@ -86,22 +84,6 @@ def run_broker(
 
 def _descriptors(settings: BrokerSettings) -> int:
     return settings.max_streams + _DESCRIPTORS
-
-
-def _require_descriptors(wanted: int) -> None:
-    """Raise UsageError when there can be no room for so many, before there are streams."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < wanted:
-        remedy = f"raise the limit of open files to {wanted}"
-        raise UsageError(f"max_streams needs {wanted} descriptors, and {hard} are allowed", remedy=remedy)
-
-
-def _take_descriptors(wanted: int) -> None:
-    """Have room for so many descriptors. Raises UsageError."""
-    _require_descriptors(wanted)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _run(

@@ -27,6 +27,7 @@ from kura_shaper.broker.endpoint import PublisherAddress
 from kura_shaper.broker.failures import FailedDials
 from kura_shaper.broker.http2 import Http2Client
 from kura_shaper.broker.opening import Publishers
+from kura_shaper.broker.process import TURN_EVERY_S
 from kura_shaper.broker.protocol.frames import Hello, Software
 from kura_shaper.broker.protocol.limits import MS_NS, SECOND_NS, Limits
 from kura_shaper.broker.protocol.reconnect import Reconnect, Wait
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from kura_shaper.broker.settings import BrokerSettings
 
 _RESOLVE_WITHIN_S, _DIAL_WITHIN_S, _CONNECT_WITHIN_S, _CLOSE_WITHIN_S = 5.0, 10.0, 5.0, 2.0
-LAG_EVERY_S, _SLEPT_S = 0.5, 1.0
+_SLEPT_S = 1.0
 _log = logging.getLogger("kura_shaper.broker")
 
 
@@ -326,8 +327,8 @@ class Broker:
         """Note how late the loop is, and look after the session when the machine has slept: its router may be gone."""
         slept_s = self._slept_s()
         while True:
-            due_s = self._loop.time() + LAG_EVERY_S
-            await asyncio.sleep(LAG_EVERY_S)
+            due_s = self._loop.time() + TURN_EVERY_S
+            await asyncio.sleep(TURN_EVERY_S)
             self.view.turned_s = time.monotonic()
             self.counts.loop_lag_s = max(0.0, self._loop.time() - due_s)
             before_s, slept_s = slept_s, self._slept_s()

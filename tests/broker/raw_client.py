@@ -52,6 +52,8 @@ class RawClient:
         self.bodies: dict[int, bytes] = {}
         self.ended: set[int] = set()
         self.is_closed = False
+        # The error code of the router's GOAWAY.
+        self.goaway: int | None = None
         self._decoder = FrameDecoder()
         self.frames: list[Frame | UnknownFrame] = []
         self.session_http_id = 0
@@ -81,7 +83,8 @@ class RawClient:
                         self.frames.append(frame)
             case h2.events.StreamEnded(stream_id=http_id) | h2.events.StreamReset(stream_id=http_id):
                 self.ended.add(http_id or 0)
-            case h2.events.ConnectionTerminated():
+            case h2.events.ConnectionTerminated(error_code=code):
+                self.goaway = code
                 self.is_closed = True
 
     def flush(self) -> None:

@@ -26,6 +26,7 @@ from kura_shaper.broker.protocol.frames import (
 )
 from kura_shaper.broker.router.discovery import Discovery
 from kura_shaper.broker.router.health import RouterHealth
+from kura_shaper.broker.router.metrics import RouterMetrics
 from kura_shaper.tenants.kubernetes.pace import SystemAsyncClock
 
 
@@ -220,3 +221,15 @@ async def test_a_token_is_in_no_status() -> None:
         await raw.session()
         discovery = Discovery((), {}, rig.bus, clock=SystemAsyncClock(), random=Random(1))
         assert TOKEN not in json.dumps(RouterHealth(rig.bus, discovery).status(), default=str)
+
+
+@pytest.mark.case("ER78")
+@in_flowing_time
+async def test_a_router_whose_loop_stands_still_is_late_at_a_scrape_that_comes_meanwhile() -> None:
+    async with routing() as rig:
+        discovery = Discovery((), {}, rig.bus, clock=SystemAsyncClock(), random=Random(1))
+        for since_s, least_s in ((0.0, 0.02), (30.5, 30.0)):
+            rig.bus.counts.loop_lag_s = 0.02
+            metrics = RouterMetrics(rig.bus, discovery, now_s=lambda since_s=since_s: rig.bus.turned_s + since_s)  # type: ignore[misc]
+            told = {each.name: each.samples for each in metrics.collect()}
+            assert told["continuum_event_bus_event_loop_lag_seconds"][0].value == pytest.approx(least_s)

@@ -7,8 +7,8 @@ from hpack import Encoder
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kura_shaper.broker.http2 import ConnectionFailedError, Http2Client
-from kura_shaper.broker.protocol.goaway import SETTINGS_MAX, encode_goaway
+from kura_shaper.broker.http2 import SETTINGS_MAX, ConnectionFailedError, Http2Client
+from kura_shaper.broker.protocol.goaway import encode_goaway
 
 SETTINGS, PING, HEADERS, DATA = 0x4, 0x6, 0x1, 0x0
 END_HEADERS = 0x4

@@ -81,13 +81,19 @@ class RouterSession(Session):
         return {stream_id: stream.state for stream_id, stream in self._streams.items()}
 
     @property
+    def stream_count(self) -> int:
+        """How many streams are open or waited for."""
+        return len(self._streams)
+
+    @property
     def next_due_ns(self) -> int | None:
         """See Session; a subscribe that expires is due as well."""
         due_ns = super().next_due_ns
-        pending = [each.asked_ns for each in self._streams.values() if each.state is RoutedState.PENDING]
-        if due_ns is None or not pending:
+        # They are in the order in which they were asked for.
+        first_ns = next((each.asked_ns for each in self._streams.values() if each.state is RoutedState.PENDING), None)
+        if due_ns is None or first_ns is None:
             return due_ns
-        return min(due_ns, min(pending) + STREAM_OPEN_WITHIN_NS)
+        return min(due_ns, first_ns + STREAM_OPEN_WITHIN_NS)
 
     def welcome(self, terms: Welcome) -> None:
         """Answer the hello: the session begins on these terms."""

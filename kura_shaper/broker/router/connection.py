@@ -22,11 +22,12 @@ from kura_shaper.broker.protocol.limits import (
     STREAMS_PATH,
 )
 from kura_shaper.broker.protocol.router_session import Claim
-from kura_shaper.broker.router.http2 import Body, Http2Server
+from kura_shaper.broker.router.http2 import ENHANCE_YOUR_CALM, Body, ClientFailedError, Http2Server
 from kura_shaper.broker.router.session import ClientSession, SessionOwner
 
 if TYPE_CHECKING:
     from kura_shaper.broker.router.counts import RouterCounts
+    from kura_shaper.broker.router.rarely import Rarely
     from kura_shaper.broker.router.settings import RouterSettings
 
 _IDLE_WITHIN_S, _CLOSE_WITHIN_S = 10.0, 2.0
@@ -36,7 +37,6 @@ _BEARER = "bearer "
 _RETRY_AFTER_S = "5"
 _NO_SESSION = 410
 _STREAM_CODES = {404: "unknown_stream", 409: "duplicate_stream"}
-_ENHANCE_YOUR_CALM = 0xB
 
 
 class ConnectionOwner(SessionOwner, Protocol):
@@ -44,6 +44,7 @@ class ConnectionOwner(SessionOwner, Protocol):
 
     settings: RouterSettings
     counts: RouterCounts
+    faulty: Rarely
 
     def is_allowed(self, token: str) -> bool:
         """Return whether a bearer token is one that may come in."""
@@ -61,6 +62,10 @@ class ConnectionOwner(SessionOwner, Protocol):
         """A connection is there. Returns whether it may stay."""
         ...
 
+    def on_admitted(self, connection: BusConnection) -> bool:
+        """A connection showed a token. Returns whether there is a place for it."""
+        ...
+
     def on_disconnected(self, connection: BusConnection) -> None:
         """A connection is gone."""
 
@@ -74,12 +79,15 @@ class BusConnection:
         self._loop = asyncio.get_running_loop()
         # Beside the streams: the session, and places for requests that are only refused.
         http = Http2Server(
-            self, max_streams=settings.max_streams + 16, stream_window_bytes=settings.stream_window_bytes
+            self,
+            max_streams=settings.max_streams + 16,
+            stream_window_bytes=settings.stream_window_bytes,
+            now_s=self._loop.time,
         )
         self._budget = Budget()
         self.link: ServerLink = ServerLink(http, budget=self._budget, owner=self)
         self._refused = 0
-        self._is_closing = self.was_made = False
+        self._is_closing = self._is_admitted = self.was_made = False
         self._idle_timer: asyncio.TimerHandle | None = None
 
     def on_made(self) -> None:
@@ -113,7 +121,9 @@ class BusConnection:
 
     def on_lost(self, error: ConnectionFailedError) -> None:
         """See LinkOwner."""
-        del error
+        if isinstance(error, ClientFailedError):
+            self.counts.connection_faults[error.fault] += 1
+            self._owner.faulty.note(reason=error.fault, message=str(error))
         self.on_gone()
         self.link.close(within_s=_CLOSE_WITHIN_S)
 
@@ -142,9 +152,15 @@ class BusConnection:
             self._refused += 1
             self._answer(http_id, 401, "unauthorized", ("www-authenticate", "Bearer"))
             if self._refused >= _REFUSED_MAX:
-                self.link.http.go_away(_ENHANCE_YOUR_CALM)
+                self.link.http.go_away(ENHANCE_YOUR_CALM)
                 self._loop.call_soon(self.close)
             return None
+        if not self._is_admitted:
+            self._is_admitted = self._owner.on_admitted(self)
+            if not self._is_admitted:
+                self._loop.call_soon(self.close)
+                return self._answer(http_id, 503, SessionCode.OVERLOADED, ("retry-after", _RETRY_AFTER_S))
+            self.link.http.admit()
         if not path.startswith(prefix):
             return self._answer(http_id, 404, "")
         path = path[len(prefix) :]
@@ -170,7 +186,8 @@ class BusConnection:
         if code is not None:
             return self._answer(http_id, 503, code, ("retry-after", _RETRY_AFTER_S))
         self._respond(http_id, 200, MEDIA_TYPE)
-        return ClientSession(self, http_id, owner=self._owner, counts=self.counts)
+        max_streams = self._owner.settings.max_streams
+        return ClientSession(self, http_id, owner=self._owner, counts=self.counts, max_streams=max_streams)
 
     def _begin_stream(self, http_id: int, stream_id: str, headers: dict[str, str]) -> Body | None:
         session = self._owner.session_of(headers.get("x-bus-session", ""))
@@ -214,7 +231,7 @@ class ServerLink(BusLink[Http2Server]):
     def __init__(self, http: Http2Server, *, budget: Budget, owner: BusConnection) -> None:
         super().__init__(http, budget=budget, owner=owner)
         self._connection = owner
-        self._is_gone = False
+        self._is_gone = self._is_stalled = self._is_behind = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio.Protocol."""
@@ -225,15 +242,39 @@ class ServerLink(BusLink[Http2Server]):
         else:
             self._connection.on_made()
 
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol. A read of many frames takes many turns of the loop."""
+        super().data_received(data)
+        if self.http.has_unread and not self._is_behind and not self._is_lost and self._transport is not None:
+            self._is_behind = True
+            self._transport.pause_reading()
+            self._loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._is_behind = False
+        if self._is_stalled:
+            return
+        self.data_received(b"")
+        if not self._is_behind and self._transport is not None:
+            self._transport.resume_reading()
+
+    def fail(self, error: ConnectionFailedError) -> None:
+        """See BusLink. The client is told why, if it reads."""
+        if not self._is_lost and self._transport is not None and not self._transport.is_closing():
+            self._transport.write(self.http.data_to_send())
+        super().fail(error)
+
     def pause(self) -> None:
         """Read nothing: a fault that tests want."""
+        self._is_stalled = True
         if self._transport is not None:
             self._transport.pause_reading()
 
     def resume(self) -> None:
         """Read again."""
-        if self._transport is not None:
-            self._transport.resume_reading()
+        self._is_stalled = False
+        if not self._is_behind:
+            self._go_on()
 
     def abort(self) -> None:
         """Break it off."""

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 ANSWERS = (200, 401, 403, 404, 405, 409, 410, 415, 426, 429, 503)
-CONNECTION_LOST = "connection_lost"
+# Ends of sessions that are none of the protocol.
+CONNECTION_LOST, CLIENT_READS_NOTHING = "connection_lost", "client_reads_nothing"
 
 
 class TunnelEnding(StrEnum):
@@ -39,6 +40,14 @@ class Dropped(StrEnum):
     OUTPUT_FULL = "output_full"
 
 
+class ConnectionFault(StrEnum):
+    """What a client did that ended its connection."""
+
+    PROTOCOL = "protocol"
+    FLOOD = "flood"
+    UNREADABLE = "unreadable"
+
+
 def _zeros(keys: Iterable[object]) -> dict[str, int]:
     return {str(key): 0 for key in keys}
 
@@ -49,9 +58,12 @@ class RouterCounts:
 
     connections: int = 0
     connections_refused: int = 0
+    connection_faults: dict[str, int] = field(default_factory=lambda: _zeros(ConnectionFault))
     answers: dict[str, int] = field(default_factory=lambda: _zeros([*ANSWERS, UNKNOWN]))
     sessions: int = 0
-    session_ends: dict[str, int] = field(default_factory=lambda: _zeros([*SessionCode, CONNECTION_LOST, UNKNOWN]))
+    session_ends: dict[str, int] = field(
+        default_factory=lambda: _zeros([*SessionCode, CONNECTION_LOST, CLIENT_READS_NOTHING, UNKNOWN])
+    )
     subscribes: int = 0
     refusals: dict[str, int] = field(default_factory=lambda: _zeros([*RefusalCode, UNKNOWN]))
     closes: dict[str, int] = field(default_factory=lambda: _zeros([*CloseCode, UNKNOWN]))

@@ -1,62 +1,78 @@
-"""Where clients come in: a listener, and TLS with each of them, for so many at a time that there is a place for.
+"""Where clients come in: a listener, TLS with each of them, and the places that they have.
 
-Whoever comes when there is none waits in the kernel, and costs nothing here.
+Whoever comes is a stranger, with a place among few, until a token of its own is accepted; those that were let in have
+places that no stranger can take.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from typing import TYPE_CHECKING
 
 from kura_shaper.broker.router.connection import BusConnection
-from kura_shaper.errors import UsageError
-from kura_shaper.log import event as log_event
+from kura_shaper.broker.router.listening import accept_each, listen_on
+from kura_shaper.broker.router.strangers import STRANGER_WITHIN_S, Stranger, Strangers, source_of
 
 if TYPE_CHECKING:
     from kura_shaper.broker.router.connection import ConnectionOwner
     from kura_shaper.broker.router.credentials import ServerCredentials
+    from kura_shaper.broker.router.rarely import Rarely
     from kura_shaper.tenants.document import Endpoint
 
-_HANDSHAKE_WITHIN_S, _CLOSE_WITHIN_S = 10.0, 2.0
-_BACKLOG = 128
-_ACCEPT_PAUSE_S = 0.2
-_log = logging.getLogger("kura_shaper.broker.router")
+_CLOSE_WITHIN_S = 2.0
+_BACKLOG = 1_024
 
 
 class Door:
-    """A listener, from `open` until `close`."""
+    """A listener, from `open` until `close`. `places` are for clients that were let in."""
 
-    def __init__(self, at: Endpoint, credentials: ServerCredentials, owner: ConnectionOwner, *, places: int) -> None:
+    def __init__(
+        self,
+        at: Endpoint,
+        credentials: ServerCredentials,
+        owner: ConnectionOwner,
+        *,
+        places: int,
+        failing: Rarely,
+    ) -> None:
         self._at, self._credentials, self._owner = at, credentials, owner
+        self._places, self._failing = places, failing
         self._loop = asyncio.get_running_loop()
-        self._places = asyncio.Semaphore(places)
         self._listener: socket.socket | None = None
         self._handshakes: set[asyncio.Task[None]] = set()
+        self._strangers = Strangers()
+        self._known: dict[BusConnection, Stranger] = {}
+        self._admitted: set[BusConnection] = set()
 
     @property
     def port(self) -> int:
         """Where it listens, 0 when it does not."""
         return int(self._listener.getsockname()[1]) if self._listener else 0
 
+    @property
+    def strangers(self) -> int:
+        """How many have a place that have not shown a token."""
+        return len(self._strangers)
+
     def open(self) -> None:
         """Listen. Raises UsageError when the address can't be had."""
-        family = socket.AF_INET6 if ":" in self._at.host else socket.AF_INET
-        made = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        try:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind((self._at.host, self._at.port))
-            made.listen(_BACKLOG)
-        except OSError as error:
-            made.close()
-            words = f"listen {self._at}: {error.strerror}"
-            raise UsageError(words, remedy="choose another address or port") from error
-        self._listener = made
+        self._listener = listen_on("listen", self._at, backlog=_BACKLOG)
 
-    def give_place_back(self) -> None:
-        """A connection that came in is gone."""
-        self._places.release()
+    def admit(self, connection: BusConnection) -> bool:
+        """A connection showed a token. Returns whether there is a place for it."""
+        if connection not in self._admitted and len(self._admitted) >= self._places:
+            return False
+        self.forget(connection)
+        self._admitted.add(connection)
+        return True
+
+    def forget(self, connection: BusConnection) -> None:
+        """A connection is gone, or was never made."""
+        self._admitted.discard(connection)
+        stranger = self._known.pop(connection, None)
+        if stranger is not None:
+            self._strangers.discard(stranger)
 
     def close(self) -> None:
         """Let nobody in any more."""
@@ -66,27 +82,41 @@ class Door:
 
     async def accept(self) -> None:
         """Take connections while there is a place, until it is cancelled."""
+        if self._listener is None:
+            return
         try:
-            while self._listener is not None:
-                await self._places.acquire()
-                try:
-                    accepted, _ = await self._loop.sock_accept(self._listener)
-                except OSError as error:
-                    # Without descriptors for a moment; whoever wants in waits as well.
-                    self._places.release()
-                    log_event(_log, "accept_failed", level=logging.WARNING, reason=error.strerror)
-                    await asyncio.sleep(_ACCEPT_PAUSE_S)
-                    continue
-                task = self._loop.create_task(self._shake_hands(accepted))
-                self._handshakes.add(task)
-                task.add_done_callback(self._handshakes.discard)
+            await accept_each(self._listener, self._take, failing=self._failing)
         finally:
             for task in self._handshakes:
                 task.cancel()
             await asyncio.gather(*self._handshakes, return_exceptions=True)
 
-    async def _shake_hands(self, accepted: socket.socket) -> None:
+    async def _take(self, accepted: socket.socket, host: str) -> None:
+        source = source_of(host)
+        try:
+            has_room = await self._strangers.make_room(source)
+        except asyncio.CancelledError:
+            accepted.close()
+            raise
+        if not has_room:
+            self._owner.counts.connections_refused += 1
+            accepted.close()
+            return
         connection = BusConnection(self._owner)
+        task = self._loop.create_task(self._shake_hands(accepted, connection))
+        self._handshakes.add(task)
+        task.add_done_callback(self._handshakes.discard)
+        self._known[connection] = self._strangers.add(source, lambda: self._cut(connection, task))
+
+    def _cut(self, connection: BusConnection, handshake: asyncio.Task[None]) -> None:
+        self._known.pop(connection, None)
+        if handshake.done():
+            self._owner.counts.connections_refused += 1
+            connection.link.abort()
+        else:
+            handshake.cancel()
+
+    async def _shake_hands(self, accepted: socket.socket, connection: BusConnection) -> None:
         try:
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -94,7 +124,7 @@ class Door:
                 lambda: connection.link,
                 accepted,
                 ssl=self._credentials.context,
-                ssl_handshake_timeout=_HANDSHAKE_WITHIN_S,
+                ssl_handshake_timeout=STRANGER_WITHIN_S,
                 ssl_shutdown_timeout=_CLOSE_WITHIN_S,
             )
         except OSError:
@@ -102,4 +132,4 @@ class Door:
         finally:
             if not connection.was_made:
                 self._owner.counts.connections_refused += 1
-                self._places.release()
+                self.forget(connection)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
 from kura_shaper import __version__
 from kura_shaper.broker.families import Families
+from kura_shaper.broker.process import lag_s
 from kura_shaper.broker.protocol.codes import Role
 from kura_shaper.broker.router.tunnel import TunnelState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from prometheus_client.metrics_core import Metric
 
@@ -24,6 +26,7 @@ _FAMILIES = Families(PREFIX)
 _gauge, _labelled = _FAMILIES.gauge, _FAMILIES.labelled
 # Name, words, label, and the counter of RouterCounts.
 _BY_LABEL = (
+    ("connection_faults", "Connections that ended by what the client sent", "reason", "connection_faults"),
     ("answers", "Answers to requests of clients", "status", "answers"),
     ("session_ends", "Sessions that ended", "code", "session_ends"),
     ("refusals", "Subscribes that brokers refused", "code", "refusals"),
@@ -55,8 +58,8 @@ _PLAIN = (
 class RouterMetrics:
     """A collector of prometheus_client."""
 
-    def __init__(self, bus: EventBus, discovery: Discovery) -> None:
-        self._bus, self._discovery = bus, discovery
+    def __init__(self, bus: EventBus, discovery: Discovery, *, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._bus, self._discovery, self._now_s = bus, discovery, now_s
 
     def collect(self) -> Iterator[Metric]:
         """Yield every series."""
@@ -79,12 +82,14 @@ class RouterMetrics:
         for role in Role:
             clients.add_metric([role], sum(session.role == role for session in sessions))
         yield clients
+        yield _gauge("strangers", "Connections that have shown no token yet", bus.strangers)
         yield _gauge("streams_open", "Data streams that are open", states.count(TunnelState.OPEN))
         yield _gauge("streams_asked", "Subscribes that are no streams yet", states.count(TunnelState.ASKED))
         yield _gauge("feeds", "Publishers whose events are wanted", len(bus.feeds))
         yield _gauge("feeds_read", "Publishers that are subscribed to", sum(feed.is_read for feed in bus.feeds))
         yield _gauge("served_clients", "Readers of the served events", len(bus.served.clients) if bus.served else 0)
-        yield _gauge("event_loop_lag_seconds", "How late the event loop was last", bus.counts.loop_lag_s)
+        lag = lag_s(bus.counts.loop_lag_s, turned_s=bus.turned_s, now_s=self._now_s())
+        yield _gauge("event_loop_lag_seconds", "How late the event loop is", lag)
 
     def _discovered(self) -> Iterator[Metric]:
         found = self._discovery

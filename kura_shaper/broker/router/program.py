@@ -10,12 +10,15 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
-from kura_shaper.broker.process import problems_with, stop_by_signals
+from kura_shaper.broker.process import problems_with, require_descriptors, stop_by_signals
 from kura_shaper.broker.router.discovery import Discovery, open_apis, require_kubeconfigs
 from kura_shaper.broker.router.health import RouterHealth
 from kura_shaper.broker.router.metrics import RouterMetrics
+from kura_shaper.broker.router.port import CONNECTIONS_MAX
 from kura_shaper.broker.router.reread import Rereading
-from kura_shaper.broker.router.service import EventBus
+from kura_shaper.broker.router.service import SPARE_CONNECTIONS, EventBus
+from kura_shaper.broker.router.serving import CLIENTS_MAX
+from kura_shaper.broker.router.strangers import STRANGERS_MAX
 from kura_shaper.log import event as log_event
 from kura_shaper.tenants.kubernetes.pace import SystemAsyncClock
 from kura_shaper.web import ProbeServer
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     from kura_shaper.broker.router.output import EventOutput
     from kura_shaper.broker.router.settings import RouterSettings
 
+# Beside connections: the API servers, the web server, the files that are reread, logs.
+_DESCRIPTORS = 128
 _log = logging.getLogger("kura_shaper.broker.router")
 
 
@@ -39,7 +44,16 @@ def problems_of(settings: RouterSettings, credentials: ServerCredentials) -> tup
 
 def run_router(settings: RouterSettings, credentials: ServerCredentials, *, config: Path, output: EventOutput) -> None:
     """Run a router until a signal; `config` is read again at SIGHUP. Raises UsageError when an address can't be had."""
+    require_descriptors(descriptors_of(settings), key="max_sessions, beside the exposed ports,")
     asyncio.run(_run(settings, credentials, config, output=output))
+
+
+def descriptors_of(settings: RouterSettings) -> int:
+    """Return how many descriptors a router needs at most. Each connection to an exposed port is a stream as well."""
+    exposed = sum(each.expose is not None for each in settings.subscriptions)
+    local = min(exposed * CONNECTIONS_MAX, settings.max_sessions * settings.max_streams)
+    served = CLIENTS_MAX if settings.serve else 0
+    return settings.max_sessions + SPARE_CONNECTIONS + STRANGERS_MAX + exposed + local + served + _DESCRIPTORS
 
 
 async def _run(settings: RouterSettings, credentials: ServerCredentials, config: Path, *, output: EventOutput) -> None:

@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from kura_shaper.broker.process import TURN_EVERY_S
 from kura_shaper.broker.protocol.buffer import Budget
 from kura_shaper.broker.protocol.codes import DrainReason, Role, SessionCode
 from kura_shaper.broker.protocol.frames import Welcome, WelcomeLimits
@@ -21,6 +22,7 @@ from kura_shaper.broker.router.counts import RouterCounts
 from kura_shaper.broker.router.door import Door
 from kura_shaper.broker.router.faults import plan_faults
 from kura_shaper.broker.router.output import AllOutputs
+from kura_shaper.broker.router.rarely import Rarely
 from kura_shaper.broker.router.rebalance import Rebalance
 from kura_shaper.broker.router.serving import EventServer
 from kura_shaper.broker.router.wanted import Wanted
@@ -40,10 +42,10 @@ if TYPE_CHECKING:
     from kura_shaper.broker.router.session import ClientSession
     from kura_shaper.broker.router.settings import RouterSettings, Subscription
 
-_LAG_EVERY_S, _RELOAD_EVERY_S = 0.5, 10.0
+_RELOAD_EVERY_S = 10.0
 _RETRY_AFTER_MS = 5_000
 # Beside a connection for each session: those that are only just coming, or going.
-_SPARE_CONNECTIONS = 32
+SPARE_CONNECTIONS = 32
 # What the parts of messages and the events that are held back may take, of all publishers together.
 _KEPT_BYTES_MAX = 256 * MIB
 _log = logging.getLogger("kura_shaper.broker.router")
@@ -63,12 +65,15 @@ class EventBus:
         self.max_message_bytes = settings.max_message_bytes
         self.kept = Budget(_KEPT_BYTES_MAX)
         self._loop = asyncio.get_running_loop()
+        self.accept_failing = Rarely("accept_failed", now_s=self._loop.time)
+        self.faulty = Rarely("client_failed", now_s=self._loop.time)
         self.by_client: dict[str, ClientSession] = {}
         self._by_id: dict[str, ClientSession] = {}
         self._connections: set[BusConnection] = set()
         self._wanted = Wanted(settings.subscriptions, self)
         self._rebalancing: asyncio.Task[None] | None = None
-        self._door = Door(settings.listen, credentials, self, places=settings.max_sessions + _SPARE_CONNECTIONS)
+        places = settings.max_sessions + SPARE_CONNECTIONS
+        self._door = Door(settings.listen, credentials, self, places=places, failing=self.accept_failing)
         self._stopping = asyncio.Event()
         self._emptied = asyncio.Event()
         self.turned_s = time.monotonic()
@@ -100,6 +105,11 @@ class EventBus:
         """Where it listens, 0 when it does not."""
         return self._door.port
 
+    @property
+    def strangers(self) -> int:
+        """How many connections have shown no token yet."""
+        return self._door.strangers
+
     def is_allowed(self, token: str) -> bool:
         """See ConnectionOwner."""
         return self._credentials.is_allowed(token)
@@ -117,11 +127,15 @@ class EventBus:
         self._connections.add(connection)
         return not self.is_stopping
 
+    def on_admitted(self, connection: BusConnection) -> bool:
+        """See ConnectionOwner."""
+        return self._door.admit(connection)
+
     def on_disconnected(self, connection: BusConnection) -> None:
         """See ConnectionOwner."""
         if connection in self._connections:
             self._connections.discard(connection)
-            self._door.give_place_back()
+            self._door.forget(connection)
 
     def on_greeted(self, session: ClientSession, hello: Hello) -> None:
         """See SessionOwner."""
@@ -292,8 +306,8 @@ class EventBus:
 
     async def _measure_lag(self) -> None:
         while True:
-            due_s = self._loop.time() + _LAG_EVERY_S
-            await asyncio.sleep(_LAG_EVERY_S)
+            due_s = self._loop.time() + TURN_EVERY_S
+            await asyncio.sleep(TURN_EVERY_S)
             self.turned_s = time.monotonic()
             self.counts.loop_lag_s = max(0.0, self._loop.time() - due_s)
 

@@ -16,9 +16,9 @@ from kura_shaper.broker.protocol import events
 from kura_shaper.broker.protocol.buffer import Budget, StreamBuffer
 from kura_shaper.broker.protocol.codes import Role
 from kura_shaper.broker.protocol.frames import Draining, StreamClosed, StreamOpened, StreamRefused
-from kura_shaper.broker.protocol.limits import MIB, SECOND_NS
+from kura_shaper.broker.protocol.limits import KIB, MIB, SECOND_NS
 from kura_shaper.broker.protocol.router_session import Claim, RouterSession
-from kura_shaper.broker.router.counts import CONNECTION_LOST, RouterCounts, TunnelEnding
+from kura_shaper.broker.router.counts import CLIENT_READS_NOTHING, CONNECTION_LOST, RouterCounts, TunnelEnding
 from kura_shaper.broker.router.tunnel import Consumer, Tunnel, TunnelEnd
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from kura_shaper.broker.router.connection import BusConnection
 
 _ANNOUNCE = "announce"
-_OUT_BYTES_MAX = MIB
+# What may wait for a client that does not read: all the subscribes that it may be asked for at once, and more.
+_OUT_BYTES_LEAST, _OUT_BYTES_A_STREAM = MIB, 2 * KIB
 _CLOSED_WITHIN_S, _LINGER_S = 5.0, 2.0
 
 
@@ -65,20 +66,30 @@ class SessionOwner(Protocol):
 class ClientSession:
     """It is the body of its request, and the source of what is said to the client."""
 
-    def __init__(self, connection: BusConnection, http_id: int, *, owner: SessionOwner, counts: RouterCounts) -> None:
+    def __init__(
+        self,
+        connection: BusConnection,
+        http_id: int,
+        *,
+        owner: SessionOwner,
+        counts: RouterCounts,
+        max_streams: int,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self.connection: BusConnection = connection
         self.http_id = http_id
         self.counts, self._owner = counts, owner
         self.id = secrets.token_hex(16)
         self.protocol = RouterSession(now_ns=self.now_ns, random=Random())  # noqa: S311 - it spreads heartbeats
-        self.buffer = StreamBuffer(_OUT_BYTES_MAX, Budget(_OUT_BYTES_MAX))
+        out_bytes_max = _OUT_BYTES_LEAST + max_streams * _OUT_BYTES_A_STREAM
+        self.buffer = StreamBuffer(out_bytes_max, Budget(out_bytes_max))
         self.sent_bytes = 0
         self.began_s = self._loop.time()
         self.tunnels: dict[str, Tunnel] = {}
         # Of these, how many are only kept until another session has what they bring.
         self.moving = 0
         self.end_code = ""
+        self._has_overflown = self._is_finished = False
         # What a test's fault may take away.
         self.grants = self.beats = True
         self.stream_status: int | None = None
@@ -118,9 +129,11 @@ class ClientSession:
     def takes_subscribes(self) -> bool:
         """Whether it is welcomed, does not leave, and has a place."""
         protocol, hello = self.protocol, self.protocol.hello
-        if self.is_over or protocol.has_ended or protocol.is_draining or hello is None or protocol.terms is None:
+        if self.is_over or self._has_overflown or protocol.has_ended or protocol.is_draining:
             return False
-        return len(protocol.streams) < min(protocol.terms.limits.max_streams, hello.limits.max_streams)
+        if hello is None or protocol.terms is None:
+            return False
+        return protocol.stream_count < min(protocol.terms.limits.max_streams, hello.limits.max_streams)
 
     def welcome(self, terms: Welcome) -> None:
         """Begin on these terms."""
@@ -174,11 +187,17 @@ class ClientSession:
             self.say_bytes(self.protocol.data_to_send())
 
     def say_bytes(self, data: bytes) -> None:
-        """Send bytes as they are."""
+        """Send bytes as they are. When too much waits already the session ends, but not before the next turn.
+
+        Whoever subscribes has to know of the stream before it is told that the stream ended.
+        """
+        if self._has_overflown:
+            return
         if self.buffer.put(data):
             self.connection.link.put(self)
         else:
-            self._over(CONNECTION_LOST)
+            self._has_overflown = True
+            self._loop.call_soon(self._over, CLIENT_READS_NOTHING)
 
     # What HTTP/2 tells.
 
@@ -273,6 +292,10 @@ class ClientSession:
         self._owner.on_session_over(self)
 
     def _finish(self) -> None:
+        """End the answer: when the last words are framed, or when the client does not take them in time."""
+        if self._is_finished:
+            return
+        self._is_finished = True
         link = self.connection.link
         link.outbox.remove(self)
         self.buffer.drop()
