@@ -1,12 +1,14 @@
 """One connection of clients: who may ask, what is asked for, and what each refusal is called in HTTP.
 
-A client is let in by its bearer token alone, checked for each request in the same time whatever it is. Nothing is
+A client is let in by its bearer token alone, checked for each request in the same time whatever it is. A token that is
+taken out of the file ends no session: the streams of one are let in by the token that it began with. Nothing is
 kept for one that was refused, and a connection on which nobody is let in is closed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,6 +24,7 @@ from kura_shaper.broker.protocol.limits import (
     STREAMS_PATH,
 )
 from kura_shaper.broker.protocol.router_session import Claim
+from kura_shaper.broker.router.credentials import token_digest
 from kura_shaper.broker.router.http2 import Body, Http2Server
 from kura_shaper.broker.router.session import ClientSession, SessionOwner
 
@@ -138,12 +141,9 @@ class BusConnection:
         """See Requests."""
         prefix = self._owner.settings.path_prefix
         path = headers.get(":path", "")
-        if not self._may_come_in(headers.get("authorization", "")):
-            self._refused += 1
-            self._answer(http_id, 401, "unauthorized", ("www-authenticate", "Bearer"))
-            if self._refused >= _REFUSED_MAX:
-                self.link.http.go_away(_ENHANCE_YOUR_CALM)
-                self._loop.call_soon(self.close)
+        session = self._owner.session_of(headers.get("x-bus-session", ""))
+        if not self._may_come_in(headers.get("authorization", ""), session):
+            self._refuse(http_id, session)
             return None
         if not path.startswith(prefix):
             return self._answer(http_id, 404, "")
@@ -154,12 +154,23 @@ class BusConnection:
             return self._answer(http_id, 405, "", ("allow", "POST"))
         if path == SESSION_PATH:
             return self._begin_session(http_id, headers)
-        return self._begin_stream(http_id, path.removeprefix(STREAMS_PATH), headers)
+        return self._begin_stream(http_id, path.removeprefix(STREAMS_PATH), session)
 
-    def _may_come_in(self, authorization: str) -> bool:
-        is_bearer = authorization[: len(_BEARER)].lower() == _BEARER
+    def _may_come_in(self, authorization: str, session: ClientSession | None) -> bool:
+        """Whether the token is allowed now, or the one that the session was let in with, which outlives its removal."""
+        is_bearer, token = authorization[: len(_BEARER)].lower() == _BEARER, _token_in(authorization)
         # Compared in any case, so that the time says nothing.
-        return self._owner.is_allowed(authorization[len(_BEARER) :].strip()) and is_bearer
+        is_allowed = self._owner.is_allowed(token)
+        is_the_sessions = session is not None and hmac.compare_digest(session.token_digest, token_digest(token))
+        return (is_allowed or is_the_sessions) and is_bearer
+
+    def _refuse(self, http_id: int, session: ClientSession | None) -> None:
+        """Answer a request whose token is none. Whoever knows a session's id guesses nothing."""
+        self._answer(http_id, 401, "unauthorized", ("www-authenticate", "Bearer"))
+        self._refused += session is None
+        if self._refused >= _REFUSED_MAX:
+            self.link.http.go_away(_ENHANCE_YOUR_CALM)
+            self._loop.call_soon(self.close)
 
     def _begin_session(self, http_id: int, headers: dict[str, str]) -> Body | None:
         if headers.get("content-type", "").partition(";")[0].strip() != MEDIA_TYPE:
@@ -170,10 +181,10 @@ class BusConnection:
         if code is not None:
             return self._answer(http_id, 503, code, ("retry-after", _RETRY_AFTER_S))
         self._respond(http_id, 200, MEDIA_TYPE)
-        return ClientSession(self, http_id, owner=self._owner, counts=self.counts)
+        digest = token_digest(_token_in(headers.get("authorization", "")))
+        return ClientSession(self, http_id, owner=self._owner, counts=self.counts, token_digest=digest)
 
-    def _begin_stream(self, http_id: int, stream_id: str, headers: dict[str, str]) -> Body | None:
-        session = self._owner.session_of(headers.get("x-bus-session", ""))
+    def _begin_stream(self, http_id: int, stream_id: str, session: ClientSession | None) -> Body | None:
         if session is None:
             return self._answer(http_id, _NO_SESSION, "")
         if session.stream_status is not None:
@@ -206,6 +217,10 @@ class BusConnection:
     def _count(self, status: int) -> None:
         key = str(status)
         self.counts.answers[key if key in self.counts.answers else UNKNOWN] += 1
+
+
+def _token_in(authorization: str) -> str:
+    return authorization[len(_BEARER) :].strip()
 
 
 class ServerLink(BusLink[Http2Server]):

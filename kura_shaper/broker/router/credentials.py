@@ -77,7 +77,7 @@ class ServerCredentials:
 
     def is_allowed(self, token: str) -> bool:
         """Return whether a token is one of those in the file. Takes as long for every token."""
-        digest = _digest(token.encode(errors="surrogateescape"))
+        digest = token_digest(token)
         return any([hmac.compare_digest(digest, known) for known in self._digests])  # noqa: C419 - all of them, always
 
     def _reload_context(self) -> None:
@@ -92,6 +92,12 @@ class ServerCredentials:
         if found != self._digests:
             self._digests = found
             log_event(_log, "tokens_changed", tokens=len(found))
+
+
+def token_digest(token: str) -> bytes:
+    """Return what is kept of a token, and compared."""
+    # As it came: bytes that are no text are of some token as well, and of none that is allowed.
+    return _digest(token.encode(errors="surrogateescape"))
 
 
 def _digest(content: bytes) -> bytes:

@@ -65,11 +65,21 @@ class SessionOwner(Protocol):
 class ClientSession:
     """It is the body of its request, and the source of what is said to the client."""
 
-    def __init__(self, connection: BusConnection, http_id: int, *, owner: SessionOwner, counts: RouterCounts) -> None:
+    def __init__(
+        self,
+        connection: BusConnection,
+        http_id: int,
+        *,
+        owner: SessionOwner,
+        counts: RouterCounts,
+        token_digest: bytes,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self.connection: BusConnection = connection
         self.http_id = http_id
         self.counts, self._owner = counts, owner
+        # Of the token that it was let in with.
+        self.token_digest = token_digest
         self.id = secrets.token_hex(16)
         self.protocol = RouterSession(now_ns=self.now_ns, random=Random())  # noqa: S311 - it spreads heartbeats
         self.buffer = StreamBuffer(_OUT_BYTES_MAX, Budget(_OUT_BYTES_MAX))
