@@ -12,7 +12,7 @@ from kura_shaper.cli.event_broker import log_as, say_checked
 from kura_shaper.errors import UsageError
 
 if TYPE_CHECKING:
-    from kura_shaper.broker.router.output import EventOutput
+    from kura_shaper.broker.router.output import ProcessOutput
 
 
 def register(app: typer.Typer) -> None:
@@ -36,6 +36,9 @@ def event_bus(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print no events, only count them.")] = False,
 ) -> None:
     """Serve brokers, read the publishers that are wanted through them, and print their events, until a signal.
+
+    When whoever reads stdout is gone, so is the router, with 0, unless the settings have it serve or expose as well.
+    Events that do not fit are dropped, and the next line says how many (dropped_before).
 
     With serve: 127.0.0.1:9466 in the settings, other programs get the events as well: whoever connects there has each
     as one JSON object a line, and is cut off when it reads too slowly.
@@ -66,5 +69,5 @@ def event_bus(
     if problems := problems_of(settings, credentials):
         raise SettingsError(problems)
     log_as(context, style=settings.log_format, level=settings.log_level)
-    output: EventOutput = NoOutput() if quiet else LineOutput(sys.stdout.buffer, as_json=as_json)
+    output: ProcessOutput = NoOutput() if quiet else LineOutput(sys.stdout.buffer, as_json=as_json)
     run_router(settings, credentials, config=config, output=output)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import threading
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kura_shaper.broker.router.dynamo import Event, EventError, EventFault, decode_event, encode_event, shown_payload
-from kura_shaper.broker.router.output import WAITING_MAX, LineOutput
+from kura_shaper.broker.router.output import WAITING_MAX, LineOutput, _text_line, json_line
+from kura_shaper.broker.router.seldom import SeldomLog
 from kura_shaper.broker.router.sequences import Arrival, Sequences
 
 EVENT = Event("kv-events", 2**64 - 1, 7, 1_700_000_000_123, b"\x81\xa1k\x01")
@@ -210,16 +213,27 @@ def test_an_event_is_one_object_in_one_line() -> None:
         "published_at_ms": 1_700_000_000_123,
         "arrival": "after a gap",
         "missed_before": 3,
+        "dropped_before": 0,
         "payload": {"k": 1},
     }
 
 
-def test_a_hostile_topic_stays_one_line_and_off_the_terminal() -> None:
-    hostile = Event("\x1b[2J\nx\u202e", 1, 1, 0, b"")
-    for as_json in (True, False):
-        line = written(hostile, as_json=as_json)
-        assert line.count(b"\n") == 1
-        assert b"\x1b" not in line
+@pytest.mark.case("ER96")
+@given(st.text(max_size=20), st.text(max_size=20))
+@example("\x1b[2J\nx\u202e", "")
+@example("\x7f\x9b\u2066\U000e0041\U0001f600\u2028", "\x7f")
+def test_a_hostile_event_stays_one_line_and_off_the_terminal(topic: str, said: str) -> None:
+    hostile = Event(topic, 1, 1, 0, msgspec.msgpack.encode({"said": said}))
+    line = json_line(hostile, "tcp://10.0.0.1:5", Arrival.NEXT, 0)
+    assert line.decode()[:-1].isprintable()
+    found = json.loads(line)
+    assert (found["topic"], found["payload"]["said"]) == (topic, said)
+    assert _text_line(hostile, "tcp://10.0.0.1:5", Arrival.NEXT, 0, 0).decode()[:-1].isprintable()
+
+
+@pytest.mark.case("ER96")
+def test_what_is_printable_is_printed_as_it_is() -> None:
+    assert '"topic":"ключ 鍵"'.encode() in written(Event("ключ 鍵", 1, 1, 0, b""), as_json=True)
 
 
 class Stuck(io.BytesIO):
@@ -248,11 +262,55 @@ def test_a_reader_that_reads_nothing_costs_events_beyond_a_bound_and_no_waiting(
     assert stream.getvalue().count(b"\n") == WAITING_MAX + 1
 
 
+@pytest.mark.case("ER91")
+@pytest.mark.parametrize("as_json", [True, False])
+def test_the_next_line_says_how_many_events_were_dropped_before_it(
+    as_json: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = Stuck()
+    output = LineOutput(stream, as_json=as_json)
+
+    def put() -> bool:
+        return output.put(EVENT, endpoint="e", arrival=Arrival.NEXT, missed=0)
+
+    put()
+    stream.is_stuck.wait(10)
+    assert sum(put() for _ in range(WAITING_MAX + 7)) == WAITING_MAX
+    stream.goes_on.set()
+    while not put():
+        pass
+    put()
+    output.close()
+    *_, before, next_one, last = stream.getvalue().splitlines()
+    if as_json:
+        told = [json.loads(each)["dropped_before"] for each in (before, next_one, last)]
+        assert told[0] == told[2] == 0
+        assert told[1] >= 7
+    else:
+        assert b"dropped" not in before + last
+        assert b" dropped before it)" in next_one
+    # Once, however many they are.
+    assert [each.message for each in caplog.records].count("events_dropped") == 1
+
+
+@pytest.mark.case("ER91")
+def test_events_that_no_line_follows_are_told_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    stream = Stuck()
+    output = LineOutput(stream, as_json=True, closes_within_s=0)
+    output.put(EVENT, endpoint="e", arrival=Arrival.NEXT, missed=0)
+    stream.is_stuck.wait(10)
+    for _ in range(WAITING_MAX + 3):
+        output.put(EVENT, endpoint="e", arrival=Arrival.NEXT, missed=0)
+    output.close()
+    stream.goes_on.set()
+    assert caplog.records[-1].fields["at_the_end"] == 3  # type: ignore[attr-defined]
+
+
 class Gone(io.BytesIO):
     """A reader that has left."""
 
     def writelines(self, lines: Any) -> None:
-        raise BrokenPipeError
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 @pytest.mark.case("ER18")
@@ -262,3 +320,16 @@ def test_a_reader_that_left_is_no_error() -> None:
     output.close()
     assert output.is_broken
     assert not output.put(EVENT, endpoint="e", arrival=Arrival.NEXT, missed=0)
+    told: list[str] = []
+    output.when_gone(told.append)
+    assert told == [os.strerror(errno.EPIPE)]
+
+
+@pytest.mark.case("ER93")
+def test_the_first_of_a_kind_in_a_minute_is_logged_with_how_many_were_not(caplog: pytest.LogCaptureFixture) -> None:
+    times_s = iter((0.0, 1.0, 59.0, 60.0, 61.0, 61.0))
+    made = SeldomLog(now_s=lambda: next(times_s))
+    for kind in "aaaaab":
+        made.warn("refused", kind, peer="p")
+    fields = [each.fields for each in caplog.records]  # type: ignore[attr-defined]
+    assert fields == [{"peer": "p", "suppressed": 0}, {"peer": "p", "suppressed": 2}, {"peer": "p", "suppressed": 0}]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kura_shaper.broker.router.credentials import ServerCredentials
-    from kura_shaper.broker.router.output import EventOutput
+    from kura_shaper.broker.router.output import ProcessOutput
     from kura_shaper.broker.router.settings import RouterSettings
 
 _log = logging.getLogger("kura_shaper.broker.router")
@@ -37,12 +37,16 @@ def problems_of(settings: RouterSettings, credentials: ServerCredentials) -> tup
     return problems_with(credentials.read_context, credentials.read_tokens, kubeconfigs)
 
 
-def run_router(settings: RouterSettings, credentials: ServerCredentials, *, config: Path, output: EventOutput) -> None:
+def run_router(
+    settings: RouterSettings, credentials: ServerCredentials, *, config: Path, output: ProcessOutput
+) -> None:
     """Run a router until a signal; `config` is read again at SIGHUP. Raises UsageError when an address can't be had."""
     asyncio.run(_run(settings, credentials, config, output=output))
 
 
-async def _run(settings: RouterSettings, credentials: ServerCredentials, config: Path, *, output: EventOutput) -> None:
+async def _run(
+    settings: RouterSettings, credentials: ServerCredentials, config: Path, *, output: ProcessOutput
+) -> None:
     credentials.load()
     bus = EventBus(settings, credentials, output=output, random=Random())  # noqa: S311 - it spreads retries
     stop_by_signals(bus.stop, is_stopping=lambda: bus.is_stopping, log=_log)
@@ -50,6 +54,7 @@ async def _run(settings: RouterSettings, credentials: ServerCredentials, config:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGHUP, rereading.ask)
     loop.add_signal_handler(signal.SIGUSR1, bus.rebalance)
+    output.when_gone(lambda why: loop.call_soon_threadsafe(_on_reader_gone, bus, why))
     started = asyncio.Event()
     rereads = asyncio.ensure_future(rereading.run(started))
     try:
@@ -59,6 +64,15 @@ async def _run(settings: RouterSettings, credentials: ServerCredentials, config:
     finally:
         rereads.cancel()
         output.close()
+
+
+def _on_reader_gone(bus: EventBus, why: str) -> None:
+    """Nobody reads stdout any more: leave, unless there are other readers."""
+    has_others = bus.served is not None or bool(bus.ports)
+    told = "events are printed no more" if has_others else "nobody reads events, so it leaves"
+    log_event(_log, "stdout_gone", level=logging.WARNING, reason=why, message=told)
+    if not has_others:
+        bus.stop()
 
 
 @asynccontextmanager
