@@ -100,7 +100,7 @@ def test_a_payload_is_shown_as_what_it_says_or_as_its_bytes() -> None:
 @pytest.mark.case("ER39")
 def test_a_number_that_jumps_says_how_many_are_missing() -> None:
     made = Sequences()
-    found = [made.note(1, "t", number, overlaps=False) for number in (5, 6, 9, 10)]
+    found = [made.note(1, "t", number) for number in (5, 6, 9, 10)]
     assert found == [(Arrival.FIRST, 0), (Arrival.NEXT, 0), (Arrival.AFTER_A_GAP, 2), (Arrival.NEXT, 0)]
     assert made.known[1, "t"].missed == 2
 
@@ -108,39 +108,58 @@ def test_a_number_that_jumps_says_how_many_are_missing() -> None:
 @pytest.mark.case("ER45")
 def test_each_publisher_and_topic_is_counted_for_itself() -> None:
     made = Sequences()
-    assert {made.note(publisher, topic, 3, overlaps=False)[0] for publisher in (1, 2) for topic in "ab"} == {
-        Arrival.FIRST
-    }
+    assert {made.note(publisher, topic, 3)[0] for publisher in (1, 2) for topic in "ab"} == {Arrival.FIRST}
 
 
 @pytest.mark.case("ER40")
-def test_a_lower_number_is_a_repetition_while_two_streams_overlap_and_a_new_beginning_else() -> None:
+def test_a_number_that_is_not_higher_is_a_repetition_of_who_took_over_and_a_new_beginning_else() -> None:
     made = Sequences()
-    made.note(1, "t", 10, overlaps=False)
-    assert made.note(1, "t", 9, overlaps=True)[0] is Arrival.DUPLICATE
-    assert made.note(1, "t", 10, overlaps=False)[0] is Arrival.DUPLICATE
-    assert made.note(1, "t", 11, overlaps=True)[0] is Arrival.NEXT
-    assert made.note(1, "t", 0, overlaps=False)[0] is Arrival.RESTARTED
-    assert made.note(1, "t", 1, overlaps=False)[0] is Arrival.NEXT
+    for number in (8, 9, 10):
+        made.note(1, "t", number)
+    made.begin_repeats()
+    assert [made.note(1, "t", number)[0] for number in (9, 10, 11)] == [
+        *(Arrival.DUPLICATE, Arrival.DUPLICATE, Arrival.NEXT)
+    ]
+    # In order: whoever has come beyond what was the last number then repeats nothing any more.
+    assert [made.note(1, "t", number)[0] for number in (0, 1)] == [Arrival.RESTARTED, Arrival.NEXT]
     assert made.known[1, "t"].restarts == 1
 
 
-def told(*numbers: int, overlaps: bool = False) -> list[Arrival]:
+@pytest.mark.case("ER92")
+def test_when_the_stream_that_took_over_is_lost_nothing_is_a_repetition() -> None:
     made = Sequences()
-    return [made.note(1, "t", number, overlaps=overlaps)[0] for number in numbers]
+    for number in (8, 9, 10):
+        made.note(1, "t", number)
+    made.begin_repeats()
+    made.end_repeats()
+    assert [made.note(1, "t", number)[0] for number in (0, 1)] == [Arrival.RESTARTED, Arrival.NEXT]
+
+
+@pytest.mark.case("ER92")
+def test_a_publisher_that_begins_anew_after_a_single_event_loses_none() -> None:
+    assert told(0, 0, 1) == [Arrival.FIRST, Arrival.RESTARTED, Arrival.NEXT]
+
+
+def told(*numbers: int, repeats: bool = False) -> list[Arrival]:
+    made = Sequences()
+    found = []
+    for number in numbers:
+        if repeats:
+            made.begin_repeats()
+        found.append(made.note(1, "t", number)[0])
+    return found
 
 
 @pytest.mark.case("ER41")
 def test_a_number_that_was_missing_and_comes_late_is_no_new_beginning() -> None:
     made = Sequences()
     for number in (0, 5):
-        made.note(1, "t", number, overlaps=False)
-    assert [made.note(1, "t", number, overlaps=False)[0] for number in (3, 1, 6)] == [
-        *(Arrival.LATE, Arrival.LATE, Arrival.NEXT)
-    ]
+        made.note(1, "t", number)
+    assert [made.note(1, "t", number)[0] for number in (3, 1, 6)] == [*(Arrival.LATE, Arrival.LATE, Arrival.NEXT)]
     # What came late once is there, so that it is none of those that are missing any more.
-    assert made.note(1, "t", 3, overlaps=True)[0] is Arrival.DUPLICATE
-    assert made.note(1, "t", 4, overlaps=True)[0] is Arrival.LATE
+    made.begin_repeats()
+    assert made.note(1, "t", 3)[0] is Arrival.DUPLICATE
+    assert made.note(1, "t", 4)[0] is Arrival.LATE
     known = made.known[1, "t"]
     assert (known.missed, known.late, known.gaps, known.duplicates, known.restarts) == (4, 3, 1, 1, 0)
 
@@ -159,11 +178,11 @@ def test_a_publisher_that_began_anew_has_no_numbers_missing_of_before() -> None:
 def test_after_the_last_of_all_numbers_comes_0() -> None:
     last = 2**64 - 1
     assert told(last - 1, last, 0, 1) == [Arrival.FIRST, Arrival.NEXT, Arrival.NEXT, Arrival.NEXT]
-    assert told(last, 0, last, overlaps=True)[-1] is Arrival.DUPLICATE
+    assert told(last, 0, last, repeats=True)[-1] is Arrival.DUPLICATE
     made = Sequences()
-    made.note(1, "t", last - 1, overlaps=False)
-    assert made.note(1, "t", 2, overlaps=False) == (Arrival.AFTER_A_GAP, 3)
-    assert [made.note(1, "t", number, overlaps=False)[0] for number in (0, last, 1, 3)] == [
+    made.note(1, "t", last - 1)
+    assert made.note(1, "t", 2) == (Arrival.AFTER_A_GAP, 3)
+    assert [made.note(1, "t", number)[0] for number in (0, last, 1, 3)] == [
         *(Arrival.LATE, Arrival.LATE, Arrival.LATE, Arrival.NEXT)
     ]
     # Far from its end a lower number is a publisher that began anew.
@@ -171,11 +190,13 @@ def test_after_the_last_of_all_numbers_comes_0() -> None:
 
 
 @pytest.mark.case("ER41")
-@given(st.lists(st.integers(0, 2**64 - 1), max_size=60), st.booleans())
-def test_any_numbers_are_told_and_never_missed_below_none(numbers: list[int], overlaps: bool) -> None:
+@given(st.lists(st.integers(0, 2**64 - 1), max_size=60), st.integers(1, 60))
+def test_any_numbers_are_told_and_never_missed_below_none(numbers: list[int], takeover: int) -> None:
     made = Sequences()
-    for number in numbers:
-        assert made.note(1, "t", number, overlaps=overlaps)[1] >= 0
+    for place, number in enumerate(numbers):
+        if place % takeover == 0:
+            made.begin_repeats()
+        assert made.note(1, "t", number)[1] >= 0
     for known in made.known.values():
         assert 0 <= known.late <= known.missed
         assert known.received + known.duplicates == len(numbers)
@@ -185,7 +206,7 @@ def test_any_numbers_are_told_and_never_missed_below_none(numbers: list[int], ov
 def test_of_publishers_without_end_the_longest_unheard_is_forgotten() -> None:
     made = Sequences(most=100)
     for publisher in range(10_000):
-        made.note(publisher, "t", 0, overlaps=False)
+        made.note(publisher, "t", 0)
     assert len(made.known) == 100
     assert made.forgotten == 9_900
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kura_shaper.broker.router.zmtp import ZmtpFault
 
 _RETRY_LEAST_S, _RETRY_MOST_S, _LIVED_S = 0.25, 30.0, 10.0
-# How long two streams bring the same, and how long after that the first one's events may still be repeated.
+# How long two streams bring the same, and how long after that the second may repeat what the first one brought.
 _OVERLAP_S, _REPEATS_FOR_S = 1.0, 10.0
 _HELD_BYTES_MAX, _EVENT_OVERHEAD_BYTES = 4 * MIB, 512
 
@@ -63,7 +63,7 @@ class Feed:
         self._retry: asyncio.TimerHandle | None = None
         self._held: deque[Event] = deque()
         self._held_bytes = 0
-        self._repeats_until_s = 0.0
+        self._repeats_until_s: float | None = None
         self._is_closed = False
 
     @property
@@ -126,6 +126,7 @@ class Feed:
         if self.next is not None:
             self._drop_next()
         self.current = None
+        self._end_repeats()
 
     # What its streams tell.
 
@@ -177,6 +178,8 @@ class Feed:
             self._change_over(self.next)
             return
         self.current = None
+        # Whatever stream comes next begins after this one, so what it brings has not been seen.
+        self._end_repeats()
         if lived_s >= _LIVED_S:
             self._failures = 0
         self._plan_retry()
@@ -202,14 +205,16 @@ class Feed:
             before.session.moving -= 1
             before.close()
         self._repeats_until_s = self._loop.time() + _REPEATS_FOR_S
+        self.sequences.begin_repeats()
         held = tuple(self._held)
         self._drop_held()
         for event in held:
             self._take(event)
 
     def _take(self, event: Event) -> None:
-        overlaps = self._loop.time() < self._repeats_until_s
-        arrival, missed = self.sequences.note(event.publisher_id, event.topic, event.sequence, overlaps=overlaps)
+        if self._repeats_until_s is not None and self._loop.time() >= self._repeats_until_s:
+            self._end_repeats()
+        arrival, missed = self.sequences.note(event.publisher_id, event.topic, event.sequence)
         counts = self._counts
         counts.arrivals[_LABELS[arrival]] += 1
         if arrival is Arrival.DUPLICATE:
@@ -219,6 +224,10 @@ class Feed:
         counts.events_missed += missed
         if not self._owner.output.put(event, endpoint=self.wanted.name, arrival=arrival, missed=missed):
             counts.dropped[Dropped.OUTPUT_FULL] += 1
+
+    def _end_repeats(self) -> None:
+        self._repeats_until_s = None
+        self.sequences.end_repeats()
 
     def _hold(self, event: Event, stream: FeedStream) -> None:
         """Keep an event of the next stream for later; when no more may be kept, the time has come."""
