@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kura_shaper.broker.http2 import ConnectionFailedError
 from kura_shaper.broker.link import BusLink
@@ -82,6 +82,8 @@ class BusConnection:
         self._budget = Budget()
         self.link: ServerLink = ServerLink(http, budget=self._budget, owner=self)
         self._refused = 0
+        # Who it is, as far as TCP says, and what ended it.
+        self.peer = self.why_lost = ""
         self._is_closing = self.was_made = False
         self._idle_timer: asyncio.TimerHandle | None = None
 
@@ -116,7 +118,9 @@ class BusConnection:
 
     def on_lost(self, error: ConnectionFailedError) -> None:
         """See LinkOwner."""
-        del error
+        self.why_lost = str(error)
+        if not self.was_made:
+            self._owner.seldom.warn("connection_failed", peer=self.peer, reason=self.why_lost)
         self.on_gone()
         self.link.close(within_s=_CLOSE_WITHIN_S)
 
@@ -169,6 +173,7 @@ class BusConnection:
         self._answer(http_id, 401, "unauthorized", ("www-authenticate", "Bearer"))
         self._refused += session is None
         if self._refused >= _REFUSED_MAX:
+            self._owner.seldom.warn("connection_cut_off", peer=self.peer, reason="too many tokens that are none")
             self.link.http.go_away(_ENHANCE_YOUR_CALM)
             self._loop.call_soon(self.close)
 
@@ -208,6 +213,7 @@ class BusConnection:
     def _answer(self, http_id: int, status: int, code: str, *headers: tuple[str, str]) -> Body | None:
         """Answer at once. Nobody is told of the request's body."""
         self._count(status)
+        self._owner.seldom.warn("request_refused", str(status), peer=self.peer, status=status, code=code)
         body = json.dumps({"code": code}).encode() if code else b""
         found = [*headers, ("content-type", "application/json")] if code else [*headers]
         self.link.http.respond(http_id, status, found, body=body)
@@ -217,6 +223,14 @@ class BusConnection:
     def _count(self, status: int) -> None:
         key = str(status)
         self.counts.answers[key if key in self.counts.answers else UNKNOWN] += 1
+
+
+def shown_peer(name: tuple[Any, ...] | None) -> str:
+    """Return an address of a socket for people, "" where there is none any more."""
+    if not name:
+        return ""
+    host = f"[{name[0]}]" if ":" in name[0] else name[0]
+    return f"{host}:{name[1]}"
 
 
 def _token_in(authorization: str) -> str:
@@ -234,6 +248,7 @@ class ServerLink(BusLink[Http2Server]):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio.Protocol."""
         super().connection_made(transport)
+        self._connection.peer = shown_peer(transport.get_extra_info("peername"))
         chosen = transport.get_extra_info("ssl_object")
         if chosen is None or chosen.selected_alpn_protocol() != "h2":
             self.fail(ConnectionFailedError("the client does not speak HTTP/2"))

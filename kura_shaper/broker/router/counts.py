@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from kura_shaper.broker.protocol.codes import UNKNOWN, CloseCode, RefusalCode, SessionCode
+from kura_shaper.broker.protocol.codes import UNKNOWN, CloseCode, DrainReason, RefusalCode, SessionCode
 from kura_shaper.broker.router.dynamo import EventFault
 from kura_shaper.broker.router.rebalance import Rebalanced
 from kura_shaper.broker.router.sequences import Arrival
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 ANSWERS = (200, 401, 403, 404, 405, 409, 410, 415, 426, 429, 503)
 CONNECTION_LOST = "connection_lost"
+# The client left: by itself, or since this router asked for it and why. `shutdown` is a code of error frames as well.
+DRAINED = "drained"
+SESSION_ENDS = (*SessionCode, CONNECTION_LOST, DRAINED, DrainReason.REBALANCE, DrainReason.MAINTENANCE, UNKNOWN)
 
 
 class TunnelEnding(StrEnum):
@@ -51,7 +54,7 @@ class RouterCounts:
     connections_refused: int = 0
     answers: dict[str, int] = field(default_factory=lambda: _zeros([*ANSWERS, UNKNOWN]))
     sessions: int = 0
-    session_ends: dict[str, int] = field(default_factory=lambda: _zeros([*SessionCode, CONNECTION_LOST, UNKNOWN]))
+    session_ends: dict[str, int] = field(default_factory=lambda: _zeros(SESSION_ENDS))
     subscribes: int = 0
     refusals: dict[str, int] = field(default_factory=lambda: _zeros([*RefusalCode, UNKNOWN]))
     closes: dict[str, int] = field(default_factory=lambda: _zeros([*CloseCode, UNKNOWN]))

@@ -10,7 +10,7 @@ import logging
 import socket
 from typing import TYPE_CHECKING
 
-from kura_shaper.broker.router.connection import BusConnection
+from kura_shaper.broker.router.connection import BusConnection, shown_peer
 from kura_shaper.errors import UsageError
 from kura_shaper.log import event as log_event
 
@@ -70,14 +70,14 @@ class Door:
             while self._listener is not None:
                 await self._places.acquire()
                 try:
-                    accepted, _ = await self._loop.sock_accept(self._listener)
+                    accepted, peer = await self._loop.sock_accept(self._listener)
                 except OSError as error:
                     # Without descriptors for a moment; whoever wants in waits as well.
                     self._places.release()
                     log_event(_log, "accept_failed", level=logging.WARNING, reason=error.strerror)
                     await asyncio.sleep(_ACCEPT_PAUSE_S)
                     continue
-                task = self._loop.create_task(self._shake_hands(accepted))
+                task = self._loop.create_task(self._shake_hands(accepted, peer=shown_peer(peer)))
                 self._handshakes.add(task)
                 task.add_done_callback(self._handshakes.discard)
         finally:
@@ -85,7 +85,7 @@ class Door:
                 task.cancel()
             await asyncio.gather(*self._handshakes, return_exceptions=True)
 
-    async def _shake_hands(self, accepted: socket.socket) -> None:
+    async def _shake_hands(self, accepted: socket.socket, *, peer: str) -> None:
         connection = BusConnection(self._owner)
         try:
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -97,8 +97,10 @@ class Door:
                 ssl_handshake_timeout=_HANDSHAKE_WITHIN_S,
                 ssl_shutdown_timeout=_CLOSE_WITHIN_S,
             )
-        except OSError:
+        except OSError as error:
             accepted.close()
+            reason = getattr(error, "reason", None) or str(error) or type(error).__name__
+            self._owner.seldom.warn("tls_failed", peer=peer, reason=reason)
         finally:
             if not connection.was_made:
                 self._owner.counts.connections_refused += 1

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from kura_shaper.broker.protocol.buffer import Budget
     from kura_shaper.broker.router.output import EventOutput
+    from kura_shaper.broker.router.seldom import SeldomLog
     from kura_shaper.broker.router.session import ClientSession
     from kura_shaper.broker.router.settings import Subscription
     from kura_shaper.broker.router.tunnel import TunnelEnd
@@ -41,6 +42,7 @@ class FeedOwner(SessionChooser, Protocol):
     counts: RouterCounts
     output: EventOutput
     random: Random
+    seldom: SeldomLog
     max_message_bytes: int
     kept: Budget
 
@@ -144,6 +146,7 @@ class Feed:
             event = decode_event(parts)
         except EventError as error:
             self._counts.bad_events[error.fault] += 1
+            self._owner.seldom.warn("no_event", error.fault, endpoint=self.wanted.name, reason=error.fault)
             return
         if stream is self.current:
             self._take(event)
@@ -153,6 +156,8 @@ class Feed:
     def on_fault(self, stream: FeedStream, fault: ZmtpFault) -> None:
         """A stream's publisher can't be read."""
         self._counts.bad_publishers[fault] += 1
+        over = stream.session.client_id
+        self._owner.seldom.warn("publisher_not_read", fault, endpoint=self.wanted.name, over=over, reason=fault)
         self._lost(stream, f"publisher: {fault}", lived_s=0.0)
 
     def on_over(self, stream: FeedStream, end: TunnelEnd, *, lived_s: float) -> None:

@@ -11,10 +11,10 @@ import asyncio
 import logging
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kura_shaper.broker.protocol.buffer import Budget
-from kura_shaper.broker.protocol.codes import DrainReason, Role, SessionCode
+from kura_shaper.broker.protocol.codes import DrainReason, Role, SessionCode, label_of
 from kura_shaper.broker.protocol.frames import Welcome, WelcomeLimits
 from kura_shaper.broker.protocol.limits import MIB
 from kura_shaper.broker.router.counts import RouterCounts
@@ -22,6 +22,7 @@ from kura_shaper.broker.router.door import Door
 from kura_shaper.broker.router.faults import plan_faults
 from kura_shaper.broker.router.output import AllOutputs
 from kura_shaper.broker.router.rebalance import Rebalance
+from kura_shaper.broker.router.seldom import SeldomLog
 from kura_shaper.broker.router.serving import EventServer
 from kura_shaper.broker.router.wanted import Wanted
 from kura_shaper.log import event as log_event
@@ -59,7 +60,7 @@ class EventBus:
         self.counts = RouterCounts()
         self.served = EventServer(settings.serve, self.counts) if settings.serve else None
         self.output: EventOutput = AllOutputs(output, self.served) if self.served else output
-        self.random = random
+        self.random, self.seldom = random, SeldomLog()
         self.max_message_bytes = settings.max_message_bytes
         self.kept = Budget(_KEPT_BYTES_MAX)
         self._loop = asyncio.get_running_loop()
@@ -140,7 +141,15 @@ class EventBus:
         # The newcomer is there before the one before it goes: what that had is asked of it at once.
         self.by_client[hello.client_id] = self._by_id[session.id] = session
         session.welcome(self._terms(session))
-        log_event(_log, "session_began", client_id=hello.client_id, role=hello.role, namespaces=hello.dynamo_namespaces)
+        log_event(
+            _log,
+            "session_began",
+            client_id=hello.client_id,
+            instance_id=hello.instance_id,
+            peer=session.connection.peer,
+            role=hello.role,
+            namespaces=hello.dynamo_namespaces,
+        )
         if before is not None:
             before.fail(SessionCode.SUPERSEDED, "this client id is connected elsewhere")
         plan_faults(self.settings.faults, session)
@@ -159,11 +168,20 @@ class EventBus:
 
     def on_session_over(self, session: ClientSession) -> None:
         """See SessionOwner."""
+        hello = session.protocol.hello
+        told: dict[str, Any] = {
+            "client_id": session.client_id,
+            "instance_id": hello.instance_id if hello else "",
+            "peer": session.connection.peer,
+            "code": session.end_code,
+            "reason": session.end_reason,
+        }
         if self._by_id.pop(session.id, None) is None:
+            self.seldom.warn("session_refused", label_of(session.end_code, SessionCode), **told)
             return
         if self.by_client.get(session.client_id) is session:
             del self.by_client[session.client_id]
-        log_event(_log, "session_ended", client_id=session.client_id, code=session.end_code)
+        log_event(_log, "session_ended", **told)
         self._share_out()
         if not self._by_id:
             self._emptied.set()
@@ -301,3 +319,5 @@ class EventBus:
         while True:
             await asyncio.sleep(_RELOAD_EVERY_S)
             self._credentials.reload(self.counts)
+            if not self.is_stopping:
+                self._wanted.look_for_brokers()
