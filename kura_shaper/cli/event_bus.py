@@ -52,14 +52,15 @@ def event_bus(
         from kura_shaper.broker.entries import SettingsError
         from kura_shaper.broker.router.credentials import ServerCredentials
         from kura_shaper.broker.router.output import LineOutput, NoOutput
-        from kura_shaper.broker.router.program import problems_of, run_router
+        from kura_shaper.broker.router.program import doubts_of, problems_of, run_router
         from kura_shaper.broker.router.settings import load_settings
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed", remedy="install kura-shaper[broker]") from error
     if check_config:
         try:
             checked = load_settings(config)
-            problems = problems_of(checked, ServerCredentials(checked))
+            credentials = ServerCredentials(checked)
+            problems = (*problems_of(checked, credentials), *doubts_of(credentials))
         except SettingsError as error:
             problems = error.problems
         say_checked(config, problems, as_json=as_json)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
     from router_rig import RouterRig
 
 
+@pytest.fixture(autouse=True)
+def heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the log reach the test, whatever a command before it had done."""
+    monkeypatch.setattr(logging.getLogger("kura_shaper"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("kura_shaper"), "handlers", [])
+
+
 def said(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, Any]]:
     """Return the fields of each line with an event."""
     return [each.fields for each in caplog.records if each.message == event]  # type: ignore[attr-defined]
@@ -36,6 +44,9 @@ async def is_in_maintenance(rig: RouterRig) -> None:
 
 async def leaves(rig: RouterRig) -> None:
     rig.brokers["a"][0].stop()
+    await until(lambda: rig.bus.by_client["a"].protocol.is_draining)
+    # Its streams have as long as it gives them.
+    await loop().advance(26.0, step_s=1.0)
 
 
 async def is_killed(rig: RouterRig) -> None:
@@ -60,7 +71,7 @@ async def router_ends(rig: RouterRig) -> None:
 def test_the_end_of_a_session_says_why(
     happens: Callable[[RouterRig], Awaitable[None]], code: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="kura_shaper")
 
     @in_flowing_time
     async def run() -> None:
@@ -83,7 +94,7 @@ def test_the_end_of_a_session_says_why(
 async def test_a_session_that_breaks_the_rules_ends_with_what_its_client_is_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="kura_shaper")
     async with routing() as rig, client(rig) as raw, client(rig) as early:
         await raw.session()
         raw.send(raw.session_http_id, b"\0\0\0\x02{}")
@@ -143,7 +154,7 @@ async def test_a_stream_that_is_refused_and_a_publisher_that_is_none_are_told(ca
 @pytest.mark.case("ER93")
 @in_flowing_time
 async def test_a_namespace_that_no_broker_covers_is_told_until_one_does(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="kura_shaper")
     with closing(ZmqPublisher()) as publisher:
         async with routing(publisher) as rig:
             await rig.start_broker("b", dynamo_namespaces=("other",))

@@ -149,6 +149,6 @@ async def test_an_address_that_can_not_be_had_is_said_by_its_key() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(UsageError, match=r"^serve 127\.0\.0\.1:"):
+        with pytest.raises(UsageError, match=r"^serve 127\.0\.0\.1:\d+: Address already in use;"):
             async with routing(serve=Endpoint("127.0.0.1", taken.getsockname()[1])):
                 pass

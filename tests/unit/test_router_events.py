@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import logging
 import os
 import threading
 from typing import Any
@@ -25,6 +26,13 @@ ENVELOPE = (
     b"\x86\xacpublisher_id\xcf" + b"\xff" * 8 + b"\xa8sequence\x07\xacpublished_at\xcf\x00\x00\x01\x8b\xcf\xe5\x68\x7b"
     b"\xa5topic\xa9kv-events\xa7payload\xc4\x04\x81\xa1k\x01\xafpublished_at_ns\xcf\x17\x97\x9c\xfe\x36\x2a\x00\x00"
 )
+
+
+@pytest.fixture(autouse=True)
+def heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the log reach the test, whatever a command before it had done."""
+    monkeypatch.setattr(logging.getLogger("kura_shaper"), "propagate", True)
+    monkeypatch.setattr(logging.getLogger("kura_shaper"), "handlers", [])
 
 
 def message(envelope: bytes = ENVELOPE, *, version: int = 1, length: int | None = None) -> list[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import TYPE_CHECKING
 
 from kura_shaper.errors import UsageError
@@ -31,7 +32,9 @@ class Listening:
         try:
             self._server = await loop.create_server(accept, self._at.host, self._at.port, backlog=backlog)
         except OSError as error:
-            words = f"{self._key} {self._at}: {error.strerror}"
+            # What asyncio says of an address that is taken has the address again, and the reason at its end.
+            reason = os.strerror(error.errno) if error.errno else error.strerror
+            words = f"{self._key} {self._at}: {reason}"
             raise UsageError(words, remedy="choose another address or port") from error
 
     def stop(self) -> None:

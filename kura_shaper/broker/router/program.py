@@ -34,7 +34,15 @@ _log = logging.getLogger("kura_shaper.broker.router")
 def problems_of(settings: RouterSettings, credentials: ServerCredentials) -> tuple[str, ...]:
     """Return what is wrong with certificate, key, tokens and kubeconfigs, one line each; the network is not asked."""
     kubeconfigs = partial(require_kubeconfigs, settings)
-    return problems_with(credentials.read_context, credentials.read_tokens, kubeconfigs)
+    files = problems_with(*(partial(credentials.read_pem, key) for key in ("certificate", "private_key")))
+    # What is wrong with both together can only be told when both are there.
+    pair = () if files else (credentials.read_context,)
+    return (*files, *problems_with(*pair, credentials.read_tokens, kubeconfigs))
+
+
+def doubts_of(credentials: ServerCredentials) -> tuple[str, ...]:
+    """Return what does not keep a router from starting, and will keep its clients away."""
+    return problems_with(credentials.require_dates)
 
 
 def run_router(

@@ -294,7 +294,7 @@ class ClientSession:
 
     # Ends.
 
-    def _over(self, code: str, reason: str) -> None:
+    def _over(self, code: str, reason: str = "") -> None:
         if self.is_over:
             return
         self.end_code, self.end_reason = code, reason
