@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from contextlib import closing
+from random import Random
 
 import pytest
 from bus_rig import in_flowing_time, loop, until
 from router_rig import RouterRig, ZmqPublisher, one_reading, routing
 
 from kura_shaper.broker.protocol.codes import DrainReason
-from kura_shaper.broker.router.sequences import Arrival
+from kura_shaper.broker.router.discovery import Discovery
+from kura_shaper.broker.router.health import RouterHealth
+from kura_shaper.broker.router.sequences import PUBLISHERS_MAX, Arrival
+from kura_shaper.tenants.kubernetes.pace import SystemAsyncClock
 
 LAST = 2**64 - 1
 
@@ -78,6 +82,22 @@ async def test_a_publisher_that_began_anew_soon_after_a_takeover_loses_no_event(
         assert loop().time() - now_s < 10
         assert rig.output.numbers() == [*range(10), 0, 1, 2]
         assert rig.output.arrivals[10:] == [Arrival.RESTARTED, Arrival.NEXT, Arrival.NEXT]
+
+
+@pytest.mark.case("ER45")
+@in_flowing_time
+async def test_publishers_whose_numbers_were_forgotten_are_counted_and_are_first_again() -> None:
+    async with one_reading() as (rig, _, publisher):
+        for publisher_id in (*range(PUBLISHERS_MAX + 2), 0):
+            publisher.publisher_id = publisher_id
+            publisher.publish()
+        await until(lambda: len(rig.output.found) == PUBLISHERS_MAX + 3)
+        assert set(rig.output.arrivals) == {Arrival.FIRST}
+        # The two that were unheard for longest, and one more for the first of them, who came back.
+        assert rig.bus.counts.sequences_forgotten == 3
+        health = RouterHealth(rig.bus, Discovery((), {}, rig.bus, clock=SystemAsyncClock(), random=Random(1)))
+        (feed,) = health.status()["feeds"]
+        assert (feed["publishers"], feed["publishers_forgotten"]) == (PUBLISHERS_MAX, 3)
 
 
 @pytest.mark.case("ER41")

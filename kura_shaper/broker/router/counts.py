@@ -65,6 +65,7 @@ class RouterCounts:
     heartbeats_received: int = 0
     events: int = 0
     events_missed: int = 0
+    sequences_forgotten: int = 0
     arrivals: dict[str, int] = field(default_factory=lambda: _zeros([each.value.replace(" ", "_") for each in Arrival]))
     dropped: dict[str, int] = field(default_factory=lambda: _zeros(Dropped))
     bad_events: dict[str, int] = field(default_factory=lambda: _zeros(EventFault))

@@ -219,8 +219,9 @@ class Feed:
     def _take(self, event: Event) -> None:
         if self._repeats_until_s is not None and self._loop.time() >= self._repeats_until_s:
             self._end_repeats()
+        counts, before = self._counts, self.sequences.forgotten
         arrival, missed = self.sequences.note(event.publisher_id, event.topic, event.sequence)
-        counts = self._counts
+        counts.sequences_forgotten += self.sequences.forgotten - before
         counts.arrivals[_LABELS[arrival]] += 1
         if arrival is Arrival.DUPLICATE:
             counts.dropped[Dropped.DUPLICATE] += 1
