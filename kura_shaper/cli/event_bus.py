@@ -45,8 +45,8 @@ def event_bus(
 
     SIGUSR1 asks every broker to come anew (rebalance), never two of one namespace at once. SIGHUP rereads certificate,
     key, tokens and the subscriptions of the settings: what stays wanted is not disturbed, and what can't be used is
-    told and changes nothing. A first SIGTERM or SIGINT asks brokers to leave, at most for drain_deadline; a second one
-    ends at once.
+    told and changes nothing. A token that is taken out ends no session that began with it. A first SIGTERM or SIGINT
+    asks brokers to leave, at most for drain_deadline; a second one ends at once.
     """
     try:
         from kura_shaper.broker.entries import SettingsError

@@ -351,6 +351,8 @@ def test_when_its_reader_is_gone_it_leaves_with_0_unless_it_serves_as_well(goes_
                         await asyncio.sleep(0)
                     number = publisher.publish()
                     assert json.loads(await reader.readline())["sequence"] == number
+                    metrics = (await asyncio.to_thread(fetch, place, "/metrics"))[1]
+                    assert 'continuum_event_bus_events_dropped_total{reason="output_full"} 0.0' in metrics
                     router.process.send_signal(signal.SIGTERM)
                 assert await router.process.wait() == 0
                 assert [each["event"] for each in router.logged].count("stdout_gone") == 1

@@ -14,6 +14,7 @@ from kura_shaper.broker.process import problems_with, stop_by_signals
 from kura_shaper.broker.router.discovery import Discovery, open_apis, require_kubeconfigs
 from kura_shaper.broker.router.health import RouterHealth
 from kura_shaper.broker.router.metrics import RouterMetrics
+from kura_shaper.broker.router.output import NoOutput
 from kura_shaper.broker.router.reread import Rereading
 from kura_shaper.broker.router.service import EventBus
 from kura_shaper.log import event as log_event
@@ -79,6 +80,8 @@ def _on_reader_gone(bus: EventBus, why: str) -> None:
     has_others = bus.served is not None or bool(bus.ports)
     told = "events are printed no more" if has_others else "nobody reads events, so it leaves"
     log_event(_log, "stdout_gone", level=logging.WARNING, reason=why, message=told)
+    # What nobody is there for is not dropped.
+    bus.output = bus.served or NoOutput()
     if not has_others:
         bus.stop()
 
