@@ -63,7 +63,13 @@ async def _run(
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGHUP, rereading.ask)
     loop.add_signal_handler(signal.SIGUSR1, bus.rebalance)
-    output.when_gone(lambda why: loop.call_soon_threadsafe(_on_reader_gone, bus, why))
+
+    def on_gone(why: str) -> None:
+        # When it is found out at the very end there is no loop any more, and nothing to be done.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(_on_reader_gone, bus, why)
+
+    output.when_gone(on_gone)
     started = asyncio.Event()
     rereads = asyncio.ensure_future(rereading.run(started))
     try:
