@@ -1,10 +1,14 @@
-"""Log lines to stderr: transitions only, as key=value or as JSON; silence means nothing changed."""
+"""Log lines to stderr: transitions only, as key=value or as JSON; silence means nothing changed.
+
+Each begins with its time, in UTC and to the millisecond.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import sys
+from datetime import UTC, datetime
 from enum import StrEnum
 
 _FIELDS = "fields"
@@ -29,16 +33,26 @@ class LogLevel(StrEnum):
 class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, object] = getattr(record, _FIELDS, {})
-        # json.dumps quotes and escapes, so a hostile value can't add a line.
-        words = [f"{key}={json.dumps(value, default=str)}" for key, value in fields.items()]
-        return " ".join([record.levelname.lower(), json.dumps(record.getMessage())[1:-1], *words])
+        # What is quoted and escaped can't add a line, nor reach a terminal.
+        words = [f"{key}={_quoted(value)}" for key, value in fields.items()]
+        return " ".join([_time(record), record.levelname.lower(), _quoted(record.getMessage())[1:-1], *words])
 
 
 class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, object] = getattr(record, _FIELDS, {})
-        head = {"time": self.formatTime(record), "level": record.levelname.lower(), "event": record.getMessage()}
-        return json.dumps(head | fields, default=str)
+        head = {"time": _time(record), "level": record.levelname.lower(), "event": record.getMessage()}
+        return _quoted(head | fields)
+
+
+def _time(record: logging.LogRecord) -> str:
+    made = datetime.fromtimestamp(record.created, UTC)
+    return made.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _quoted(value: object) -> str:
+    """Return JSON in printable ASCII alone."""
+    return json.dumps(value, default=str).replace("\x7f", "\\u007f")
 
 
 def configure(style: LogFormat, level: LogLevel) -> None:

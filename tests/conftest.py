@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import logging
 import os
 import re
 import struct
@@ -51,6 +52,16 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 _IFA_F_NODAD = 0x02
 _TX_QUEUES = 4
+
+
+@pytest.fixture(autouse=True)
+def _log() -> Iterator[None]:
+    """Leave the log as it was: a command configures it, and what it writes to is gone with its test."""
+    logger = logging.getLogger("kura_shaper")
+    before = logger.handlers, logger.propagate, logger.level
+    yield
+    logger.handlers, logger.propagate = before[:2]
+    logger.setLevel(before[2])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

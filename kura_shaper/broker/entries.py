@@ -42,6 +42,42 @@ class SettingsError(UsageError):
         self.problems = problems
 
 
+class SeveralError(DocumentError):
+    """What is wrong with several parts of one value; `errors` has each, with its own place."""
+
+    def __init__(self, errors: Sequence[DocumentError]) -> None:
+        super().__init__("\n".join(map(str, errors)))
+        self.errors = tuple(errors)
+
+
+class Parts:
+    """The parts of one value while they are read, so that all that is wrong with it is said at once."""
+
+    def __init__(self) -> None:
+        self._errors: list[DocumentError] = []
+
+    def read(self, reader: Callable[[Value], T], value: Value | None) -> T | None:
+        """Return what a reader makes of a part, None where there is none or it is refused."""
+        if value is None:
+            return None
+        try:
+            return reader(value)
+        except SeveralError as error:
+            self._errors.extend(error.errors)
+        except DocumentError as error:
+            self._errors.append(error)
+        return None
+
+    def add(self, error: DocumentError) -> None:
+        """Note what is wrong with several parts, or with none of them alone."""
+        self._errors.append(error)
+
+    def raise_if_wrong(self) -> None:
+        """Raise what was refused."""
+        if self._errors:
+            raise SeveralError(self._errors)
+
+
 class Entries:
     """The entries of a file while they are read, and what was wrong with them."""
 
@@ -53,7 +89,7 @@ class Entries:
     def of_file(cls, path: Path, known: Sequence[str]) -> Entries:
         """Return the entries of a file, with each key noted that is not known. Raises SettingsError for no mapping."""
         try:
-            root = read_document(path)
+            root = read_document(path, remedy=f"start with {known[0]}:")
             # Only that it is a mapping: what it may not have is said beside everything else.
             entries = check.mapping(root, optional=root.entries if isinstance(root, Mapping) else ())
         except DocumentError as error:
@@ -72,9 +108,11 @@ class Entries:
             return None
         try:
             return reader(self._entries[key])
+        except SeveralError as error:
+            self.problems.extend(map(str, error.errors))
         except DocumentError as error:
             self.problems.append(str(error))
-            return None
+        return None
 
     def require(self, *keys: str) -> None:
         """Note each of these that is missing."""
@@ -83,8 +121,9 @@ class Entries:
                 self.refuse(key, "is missing", remedy=f"add {key}:")
 
     def refuse(self, key: str, message: str, *, remedy: str) -> None:
-        """Note what is wrong with an entry, or that it is not there."""
-        line = self._entries[key].line if key in self._entries else 0
+        """Note what is wrong with an entry, or with an item of it such as KEY[1].expose, or that it is not there."""
+        entry = self._entries.get(key.partition("[")[0])
+        line = entry.line if entry else 0
         self.problems.append(str(DocumentError(message, file=self._file, line=line, path=key, remedy=remedy)))
 
     def raise_if_wrong(self) -> None:

@@ -37,11 +37,17 @@ def problems_with(*reads: Callable[[], object]) -> tuple[str, ...]:
 
 
 def require_descriptors(wanted: int, *, key: str) -> None:
-    """Have room for so many descriptors; raises UsageError when there can't be. `key` is the setting that asks so."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """Raise UsageError when there can't be room for so many descriptors. `key` is the setting that asks so."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < wanted:
         remedy = f"raise the limit of open files to {wanted}"
         raise UsageError(f"{key} needs {wanted} descriptors, and {hard} are allowed", remedy=remedy)
+
+
+def take_descriptors(wanted: int, *, key: str) -> None:
+    """Have room for so many descriptors. Raises UsageError when there can't be."""
+    require_descriptors(wanted, key=key)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 

@@ -15,7 +15,7 @@ from kura_shaper.broker.health import BrokerHealth
 from kura_shaper.broker.kubeconfig import require_kubeconfig
 from kura_shaper.broker.memory import share_one_arena
 from kura_shaper.broker.metrics import BrokerMetrics
-from kura_shaper.broker.process import SIGNALS, problems_with, require_descriptors, stop_by_signals
+from kura_shaper.broker.process import SIGNALS, problems_with, require_descriptors, stop_by_signals, take_descriptors
 from kura_shaper.broker.service import Broker, OnTerminal
 from kura_shaper.log import event as log_event
 from kura_shaper.tenants.kubernetes.access import Access, HttpApi
@@ -70,7 +70,7 @@ def run_broker(
 ) -> None:
     """Run a broker until a signal. Raises UsageError, MarkRefusedError, and with GIVE_UP RefusedError."""
     share_one_arena()
-    require_descriptors(_descriptors(settings), key="max_streams")
+    take_descriptors(_descriptors(settings), key="max_streams")
     require_mark(settings.so_mark)
     if not settings.allowed_cidrs:
         remedy = "set allowed_cidrs to the pods' network"

@@ -12,7 +12,7 @@ from kura_shaper.cli.event_broker import log_as, say_checked
 from kura_shaper.errors import UsageError
 
 if TYPE_CHECKING:
-    from kura_shaper.broker.router.output import EventOutput
+    from kura_shaper.broker.router.output import ProcessOutput
 
 _EPILOG = """Example: kura-shaper event-bus --config /etc/event-bus/config.yaml --json
 
@@ -40,26 +40,30 @@ def event_bus(
 ) -> None:
     """Serve brokers, read the publishers that are wanted through them, and print their events, until a signal.
 
+    When whoever reads stdout is gone, so is the router, with 0, unless the settings have it serve or expose as well.
+    Events that do not fit are dropped, and the next line says how many (dropped_before).
+
     With serve: 127.0.0.1:9466 in the settings, other programs get the events as well: whoever connects there has each
     as one JSON object a line, and is cut off when it reads too slowly.
 
     SIGUSR1 asks every broker to come anew (rebalance), never two of one namespace at once. SIGHUP rereads certificate,
     key, tokens and the subscriptions of the settings: what stays wanted is not disturbed, and what can't be used is
-    told and changes nothing. A first SIGTERM or SIGINT asks brokers to leave, at most for drain_deadline; a second one
-    ends at once.
+    told and changes nothing. A token that is taken out ends no session that began with it. A first SIGTERM or SIGINT
+    asks brokers to leave, at most for drain_deadline; a second one ends at once.
     """
     try:
         from kura_shaper.broker.entries import SettingsError
         from kura_shaper.broker.router.credentials import ServerCredentials
         from kura_shaper.broker.router.output import LineOutput, NoOutput
-        from kura_shaper.broker.router.program import problems_of, run_router
+        from kura_shaper.broker.router.program import doubts_of, problems_of, run_router
         from kura_shaper.broker.router.settings import load_settings
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed", remedy="install kura-shaper[broker]") from error
     if check_config:
         try:
             checked = load_settings(config)
-            problems = problems_of(checked, ServerCredentials(checked))
+            credentials = ServerCredentials(checked)
+            problems = (*problems_of(checked, credentials), *doubts_of(credentials))
         except SettingsError as error:
             problems = error.problems
         say_checked(config, problems, as_json=as_json)
@@ -69,5 +73,5 @@ def event_bus(
     if problems := problems_of(settings, credentials):
         raise SettingsError(problems)
     log_as(context, style=settings.log_format, level=settings.log_level)
-    output: EventOutput = NoOutput() if quiet else LineOutput(sys.stdout.buffer, as_json=as_json)
+    output: ProcessOutput = NoOutput() if quiet else LineOutput(sys.stdout.buffer, as_json=as_json)
     run_router(settings, credentials, config=config, output=output)

@@ -40,6 +40,8 @@ REGION_CHARACTERS_MAX = 63
 # Below this a TLS handshake takes seconds, so a smaller ceiling is a slip of the unit, not a promise.
 CEILING_MIN = Rate(64_000)
 
+_WRITE_TENANTS = f"start with apiVersion: {rules.API_VERSION}"
+
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _READINGS = {
     "tag:yaml.org,2002:str": Reading.TEXT,
@@ -67,9 +69,12 @@ def parse_tenants(text: str, *, file: str, overlay: Path | None = None) -> Tenan
     return document if overlay is None else overlaid(document, _root(_text(overlay), file=str(overlay)))
 
 
-def read_document(path: Path) -> Value:
-    """Return the one value of a YAML file of any kind, each part with its place. Raises DocumentError."""
-    return _root(_text(path), file=str(path))
+def read_document(path: Path, *, remedy: str = _WRITE_TENANTS) -> Value:
+    """Return the one value of a YAML file of any kind, each part with its place. Raises DocumentError.
+
+    `remedy` is what is advised for a file that is empty.
+    """
+    return _root(_text(path), file=str(path), remedy=remedy)
 
 
 def _text(path: Path) -> str:
@@ -90,7 +95,7 @@ def _text(path: Path) -> str:
         raise DocumentError("is not UTF-8", file=file, line=line, remedy="save the file as UTF-8") from error
 
 
-def _root(text: str, *, file: str) -> Value:
+def _root(text: str, *, file: str, remedy: str = _WRITE_TENANTS) -> Value:
     """Return the one value that a text consists of. Raises DocumentError."""
     file = _one_line(file)
     content = text.removeprefix("\ufeff")
@@ -99,7 +104,7 @@ def _root(text: str, *, file: str) -> Value:
         line = content.count("\n", 0, stray.start()) + 1
         message = f"contains the character {stray.group()!a}"
         raise DocumentError(message, file=file, line=line, remedy="remove it: YAML has no place for it")
-    return _compose(content, file=file)
+    return _compose(content, file=file, remedy=remedy)
 
 
 def _require_size(size: int, *, file: str) -> None:
@@ -137,7 +142,7 @@ def _events(content: str, *, file: str) -> Generator[yaml.Event, None, None]:
         ) from error
 
 
-def _compose(content: str, *, file: str) -> Value:
+def _compose(content: str, *, file: str, remedy: str) -> Value:
     """Return the one value that a YAML text consists of. Raises DocumentError."""
     with closing(_events(content, file=file)) as events:
         composer = _Composer(file=file, events=events)
@@ -148,7 +153,7 @@ def _compose(content: str, *, file: str) -> Value:
                     composer.refuse(event, "", message="a second document starts here", remedy="keep one for each file")
                 root = composer.value(next(events), path="", depth=1)
     if root is None or (isinstance(root, Scalar) and root.reading is Reading.NOTHING):
-        raise DocumentError("is empty", file=file, remedy=f"start with apiVersion: {rules.API_VERSION}")
+        raise DocumentError("is empty", file=file, remedy=remedy)
     return root
 
 

@@ -148,7 +148,7 @@ def subscribe(port: int) -> None:
         sequences = Sequences()
         while True:
             event = decode_event(made.recv_multipart())
-            sequences.note(event.publisher_id, event.topic, event.sequence, overlaps=False)
+            sequences.note(event.publisher_id, event.topic, event.sequence)
             READ.append(event.sequence)
 
 

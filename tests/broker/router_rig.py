@@ -63,12 +63,14 @@ class Kept:
 class ZmqPublisher:
     """A PUB socket of libzmq, as a worker of Dynamo has it."""
 
-    def __init__(self, publisher_id: int = 42, *, host: str = "127.0.0.1") -> None:
+    def __init__(self, publisher_id: int = 42, *, host: str = "127.0.0.1", port: int | None = None) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.XPUB)
         self._socket.setsockopt(zmq.XPUB_VERBOSER, 1)
         self._socket.setsockopt(zmq.SNDHWM, 100_000)
-        self.port = self._socket.bind_to_random_port(f"tcp://{host}")
+        if port is not None:
+            self._socket.bind(f"tcp://{host}:{port}")
+        self.port = port or self._socket.bind_to_random_port(f"tcp://{host}")
         self.endpoint = f"tcp://{host}:{self.port}"
         self.publisher_id, self.next = publisher_id, 0
         self.subscribes = self.unsubscribes = 0

@@ -76,11 +76,7 @@ async def test_the_token_is_in_no_table_of_hpack() -> None:
 
 @pytest.mark.case("EB8")
 @in_a_loop
-async def test_the_token_is_in_no_line_of_the_log_and_no_status(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Another test may have configured the log, as the command does.
-    monkeypatch.setattr(logging.getLogger("kura_shaper"), "propagate", True)
+async def test_the_token_is_in_no_line_of_the_log_and_no_status(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG), caplog.at_level(logging.DEBUG, "kura_shaper"):
         async with running() as rig:
             peer, publisher = await rig.router.peer(), await rig.publisher()
@@ -234,9 +230,8 @@ def raw_answer(http_id: int, name: bytes, value: bytes) -> bytes:
 
 @in_a_loop
 async def test_a_router_whose_answer_is_no_text_loses_its_connection_and_the_log_has_a_line_of_it(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("kura_shaper"), "propagate", True)
     with caplog.at_level(logging.INFO, "kura_shaper"):
         async with running(Script(answers_streams=False)) as rig:
             peer, publisher = await rig.established(), await rig.publisher()
@@ -259,10 +254,7 @@ def noted(caplog: pytest.LogCaptureFixture, *names: str) -> list[tuple[str, str,
 
 
 @pytest.mark.parametrize("why", [*DrainReason, "stop"])
-def test_the_end_of_a_session_that_drains_says_why(
-    why: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("kura_shaper"), "propagate", True)
+def test_the_end_of_a_session_that_drains_says_why(why: str, caplog: pytest.LogCaptureFixture) -> None:
 
     @in_a_loop
     async def check() -> None:
@@ -281,10 +273,7 @@ def test_the_end_of_a_session_that_drains_says_why(
 
 
 @pytest.mark.parametrize("when", ["head", "welcome"])
-def test_an_attempt_that_a_stop_ends_is_no_dial_that_failed(
-    when: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("kura_shaper"), "propagate", True)
+def test_an_attempt_that_a_stop_ends_is_no_dial_that_failed(when: str, caplog: pytest.LogCaptureFixture) -> None:
 
     @in_a_loop
     async def check() -> None:
@@ -465,9 +454,8 @@ async def test_a_token_that_was_replaced_is_tried_at_once_and_only_once(tmp_path
 
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_stream_that_is_not_let_in_has_the_next_ones_asked_for_with_the_token_as_it_is_now(
-    status: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    status: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("kura_shaper"), "propagate", True)
     token = tmp_path / "token"
     token.write_text("of-yesterday")
 

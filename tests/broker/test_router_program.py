@@ -327,3 +327,34 @@ async def test_a_second_signal_ends_it_at_once_although_a_client_stays() -> None
                 router.process.send_signal(signal.SIGINT)
                 assert await router.ended() == 128 + signal.SIGINT
                 writer.close()
+
+
+@pytest.mark.case("ER95")
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_when_its_reader_is_gone_it_leaves_with_0_unless_it_serves_as_well(goes_on: bool) -> None:
+    @in_flowing_time
+    async def run() -> None:
+        with closing(ZmqPublisher()) as publisher, tempfile.TemporaryDirectory() as name:
+            scratch = Path(name)
+            wanted = [{"endpoint": publisher.endpoint, "dynamo_namespace": NAMESPACE, "topics": [""]}]
+            told: dict[str, Any] = {"serve": free_port()} if goes_on else {}
+            async with command(scratch, subscriptions=wanted, **told) as router, broker_of(router, scratch, publisher):
+                await publisher.subscribed()
+                # As the end of `head` does.
+                router.process._transport.get_pipe_transport(1).close()  # type: ignore[attr-defined]
+                publisher.publish()
+                await router.logged_one("stdout_gone")
+                if goes_on:
+                    reader, _ = await asyncio.open_connection("127.0.0.1", told["serve"])
+                    place = (await router.started())["metrics"]
+                    while "served_clients 1.0" not in (await asyncio.to_thread(fetch, place, "/metrics"))[1]:
+                        await asyncio.sleep(0)
+                    number = publisher.publish()
+                    assert json.loads(await reader.readline())["sequence"] == number
+                    metrics = (await asyncio.to_thread(fetch, place, "/metrics"))[1]
+                    assert 'continuum_event_bus_events_dropped_total{reason="output_full"} 0.0' in metrics
+                    router.process.send_signal(signal.SIGTERM)
+                assert await router.process.wait() == 0
+                assert [each["event"] for each in router.logged].count("stdout_gone") == 1
+
+    run()

@@ -16,7 +16,7 @@ from bus_rig import in_flowing_time, loop, until
 from raw_client import HELLO, client
 from router_rig import ANY_PORT, RouterRig, bus_settings, routing
 
-from kura_shaper.broker.process import require_descriptors
+from kura_shaper.broker.process import take_descriptors
 from kura_shaper.broker.router.program import descriptors_of
 from kura_shaper.broker.router.settings import Subscription
 from kura_shaper.broker.router.strangers import STRANGERS_MAX, STRANGERS_OF_A_SOURCE_MAX, source_of
@@ -194,12 +194,12 @@ def test_too_few_descriptors_are_said_before_anything_is_served() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         with suppress(UsageError):
-            require_descriptors(soft + 1, key="max_sessions")
+            take_descriptors(soft + 1, key="max_sessions")
             assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == soft + 1
         if hard == resource.RLIM_INFINITY:
             pytest.skip("nothing is too many here")
         with pytest.raises(UsageError, match=rf"max_sessions needs {hard + 1} descriptors"):
-            require_descriptors(hard + 1, key="max_sessions")
+            take_descriptors(hard + 1, key="max_sessions")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +14,7 @@ from manifest_tools import DAEMONSET, anchors, run, tool
 
 from kura_shaper.broker import settings as broker_settings
 from kura_shaper.broker.counts import DialOutcome
+from kura_shaper.broker.entries import SettingsError
 from kura_shaper.broker.metadata import Skip
 from kura_shaper.broker.protocol.codes import UNKNOWN, RefusalCode
 from kura_shaper.broker.router import settings as router_settings
@@ -28,7 +30,11 @@ README = (BUNDLE / "README.md").read_text()
 # Examples and pages.
 
 
-@pytest.mark.parametrize("path", sorted((BUNDLE / "examples").iterdir()), ids=lambda path: path.name)
+EXAMPLES = sorted((BUNDLE / "examples").iterdir())
+ROUTER = BUNDLE / "examples" / "router.yaml"
+
+
+@pytest.mark.parametrize("path", [path for path in EXAMPLES if path != ROUTER], ids=lambda path: path.name)
 def test_an_example_is_taken(path: Path) -> None:
     assert load_settings(path, {"POD_NAMESPACE": "gpu"}).dynamo_namespaces[0] == "dynamo"
 
@@ -44,6 +50,47 @@ def test_one_example_has_every_key_and_the_defaults_that_it_says() -> None:
         *("reconnect_most_ms", "drain_deadline_ms", "metrics_listen", "log_level", "log_format"),
     ):
         assert getattr(every, name) == getattr(least, name), name
+
+
+def test_the_routers_example_has_every_key_and_the_defaults_that_it_says(tmp_path: Path) -> None:
+    said = re.findall(r"^(?:# )?(\w+): ?", ROUTER.read_text(), re.MULTILINE)
+    assert sorted(said) == sorted(router_settings._READERS)
+    (tmp_path / "least.yaml").write_text("{listen: 0.0.0.0:8443, certificate: c, private_key: k, token_file: t}")
+    least, every = router_settings.load_settings(tmp_path / "least.yaml"), router_settings.load_settings(ROUTER)
+    own = {"certificate", "private_key", "token_file", "subscriptions", "discover"}
+    for each in fields(every):
+        assert each.name in own or getattr(every, each.name) == getattr(least, each.name), each.name
+    # What is only shown, since by default there is none, is right as well.
+    whole = re.sub(r"^# (\w+: )", r"\1", ROUTER.read_text(), flags=re.MULTILINE)
+    (tmp_path / "whole.yaml").write_text(whole)
+    shown = router_settings.load_settings(tmp_path / "whole.yaml")
+    assert shown.serve
+    assert shown.faults
+    assert shown.path_prefix
+
+
+def test_the_bounds_that_the_routers_example_says_are_those_that_hold(tmp_path: Path) -> None:
+    text = ROUTER.read_text()
+
+    def problems(key: str, value: str) -> tuple[str, ...]:
+        (tmp_path / "r.yaml").write_text(re.sub(rf"^{key}: .*", f"{key}: {value}", text, flags=re.MULTILINE))
+        try:
+            router_settings.load_settings(tmp_path / "r.yaml")
+        except SettingsError as error:
+            return error.problems
+        return ()
+
+    for key, least, most in (
+        *(("max_sessions", 1, 1024), ("max_streams", 1, 4096)),
+        *(("max_stream_buffer_bytes", 16 << 10, 1 << 20), ("stream_window", 64 << 10, 16 << 20)),
+        ("max_message_bytes", 1 << 10, 64 << 20),
+    ):
+        assert not problems(key, str(least)) + problems(key, str(most)), key
+        assert problems(key, str(least - 1))
+        assert problems(key, str(most + 1))
+    for key, least_ms, most_ms in (("drain_deadline", 0, 600_000), ("idle_timeout", 20_000, 300_000)):
+        assert not problems(key, f"{least_ms}ms") + problems(key, f"{most_ms}ms"), key
+        assert problems(key, f"{most_ms + 1}ms")
 
 
 def test_the_routers_settings_are_taken_as_they_are_shown(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ DEMANDED = [
     *(f"EP{number}" for number in range(1, 27) if number not in (11, 13, 21)),
     *(f"ED{number}" for number in range(1, 22) if number not in (17, 20)),
     *(f"ER{number}" for number in range(1, 79)),
+    *(f"ER{number}" for number in range(90, 97)),
 ]
 # B, P, D and R below E are the broker's: what it does, faults of other tunnels, shapes of metadata, the router.
 _ROW = re.compile(r"\| ([A-G]\d+|E[BPDR]\d+) \| [^|]+ \| (.+) \|")

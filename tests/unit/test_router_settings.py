@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import pytest
 import trustme
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat
 
 from kura_shaper.broker.credentials import CredentialError
 from kura_shaper.broker.entries import SettingsError
@@ -21,6 +25,9 @@ from kura_shaper.tenants.document import Endpoint
 if TYPE_CHECKING:
     from pathlib import Path
 
+KEY_WITH_PASSWORD = ec.generate_private_key(ec.SECP256R1()).private_bytes(
+    Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"x")
+)
 WHOLE = """
 listen: 0.0.0.0:8443
 certificate: {0}/tls.crt
@@ -41,6 +48,12 @@ idle_timeout: 15s
 faults:
   - {{after: 500ms, do: goaway}}
 """
+
+
+@pytest.fixture(autouse=True)
+def heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the log reach the test, whatever a command before it had done."""
+    monkeypatch.setattr(logging.getLogger("kura_shaper"), "handlers", [])
 
 
 @pytest.fixture
@@ -102,7 +115,62 @@ def test_a_subscription_that_nobody_reads_and_a_port_that_two_want_are_refused(p
     (nobody,) = problems(place, whole.replace(", topics: [kv_metrics, kv-events]", ""))
     assert "read by nobody" in nobody
     (twice,) = problems(place, whole.replace("topics: [kv_metrics, kv-events]", "expose: 127.0.0.1:5557"))
-    assert "expose one address twice" in twice
+    assert "subscriptions[1].expose: is 127.0.0.1:5557, where subscriptions[0].expose listens already" in twice
+
+
+@pytest.mark.case("ER94")
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ("serve: 9466", "serve: 127.0.0.1:8443", "serve: is 127.0.0.1:8443, where listen listens"),
+        ("serve: 9466", "serve: 9465", "serve: is 127.0.0.1:9465, where metrics_listen listens"),
+        ("serve: 9466", "metrics_listen: 0.0.0.0:8443", "metrics_listen: is 0.0.0.0:8443, where listen listens"),
+        ("expose: 127.0.0.1:5557", "expose: 127.0.0.1:9466", "subscriptions[1].expose: is 127.0.0.1:9466, where serve"),
+        ("serve: 9466", 'serve: "[::]:8443"', ""),
+        ("serve: 9466", "serve: 9467", ""),
+    ],
+)
+def test_an_address_that_two_are_to_listen_on_is_refused(place: Path, before: str, after: str, words: str) -> None:
+    text = WHOLE.format(place).replace(before, after)
+    if words:
+        (told,) = problems(place, text)
+        assert words in told
+    else:
+        (place / "c.yaml").write_text(text)
+        load_settings(place / "c.yaml")
+
+
+@pytest.mark.case("ER94")
+def test_a_subscription_that_stands_there_twice_is_refused(place: Path) -> None:
+    whole = WHOLE.format(place)
+    first = '  - {endpoint: "tcp://10.244.1.7:41235", dynamo_namespace: dynamo, topics: [kv-events, kv_metrics]}\n'
+    (told,) = problems(place, whole.replace("discover:\n", f"{first}discover:\n"))
+    assert "subscriptions[2]: is subscriptions[0] again" in told
+    # Other topics of the same publisher are something else.
+    (place / "c.yaml").write_text(whole.replace("discover:\n", f"{first.replace('kv-events, ', '')}discover:\n"))
+    assert len(load_settings(place / "c.yaml").subscriptions) == 3
+
+
+@pytest.mark.case("ER94")
+def test_of_each_item_of_a_list_everything_that_is_wrong_is_said(place: Path) -> None:
+    found = problems(
+        place,
+        WHOLE.format(place).partition("subscriptions:")[0]
+        + "subscriptions:\n  - {endpoint: tcp://127.1:5, dynamo_namespace: '', topics: []}\n  - {topics: [a]}\n"
+        + "discover:\n  - {namespace: GPU, dynamo_namespaces: [], topics: []}\n"
+        + "faults: [{after: 1h, do: x}, {after: 1s, do: y}]\n",
+    )
+    assert [line.split(": ")[1] for line in found] == [
+        *("subscriptions[0].endpoint", "subscriptions[0].dynamo_namespace", "subscriptions[0].topics"),
+        *("subscriptions[1]", "discover[0].namespace", "discover[0].dynamo_namespaces", "discover[0].topics"),
+        *("faults[0].after", "faults[0].do", "faults[1].do"),
+    ]
+
+
+@pytest.mark.case("ER94")
+def test_an_empty_file_is_told_what_it_begins_with(place: Path) -> None:
+    (told,) = problems(place, "")
+    assert told.endswith("c.yaml: is empty; start with listen:")
 
 
 @pytest.mark.parametrize(
@@ -205,6 +273,68 @@ def test_a_key_of_another_certificate_is_refused(place: Path) -> None:
     (place / "tls.key").write_bytes(trustme.CA().issue_cert("x").private_key_pem.bytes())
     with pytest.raises(CredentialError):
         ServerCredentials(load_settings(place / "c.yaml")).load()
+
+
+def pair(place: Path, not_before: datetime, not_after: datetime) -> None:
+    issued = trustme.CA().issue_cert("router.test", not_before=not_before, not_after=not_after)
+    (place / "tls.crt").write_bytes(b"".join(pem.bytes() for pem in issued.cert_chain_pems))
+    (place / "tls.key").write_bytes(issued.private_key_pem.bytes())
+
+
+@pytest.mark.case("ER94")
+@pytest.mark.parametrize(("days", "words"), [(-20, "expired on"), (20, "is not valid before")])
+def test_a_certificate_that_is_not_valid_now_is_a_problem_of_a_check_and_a_warning_at_the_start(
+    place: Path, days: int, words: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    middle = datetime.now(UTC) + timedelta(days=days)
+    pair(place, middle - timedelta(days=5), middle + timedelta(days=5))
+    line = ["event-bus", "--config", str(place / "c.yaml"), "--check-config", "--json"]
+    assert app(line, standalone_mode=False) == 2
+    (told,) = json.loads(capsys.readouterr().out)["problems"]
+    assert told.startswith(f"certificate: {place}/tls.crt has certificate 1 of 1, which {words}")
+    settings = load_settings(place / "c.yaml")
+    made = ServerCredentials(settings)
+    logging.getLogger("kura_shaper").propagate = True
+    assert problems_of(settings, made) == ()
+    made.load()
+    made.reload(RouterCounts())
+    (warned,) = [each for each in caplog.records if each.message == "certificate_not_valid"]
+    assert words in warned.fields["reason"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.case("ER94")
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("tls.crt", b"garbage", "certificate: {0}/tls.crt has no certificate in PEM"),
+        ("tls.key", b"garbage", "private_key: {0}/tls.key has no key in PEM"),
+        ("tls.key", KEY_WITH_PASSWORD, "private_key: {0}/tls.key has a password"),
+        ("tls.key", trustme.CA().issue_cert("x").private_key_pem.bytes(), "private_key: {0}/tls.key is not of the"),
+        ("tokens", b"", "token_file: {0}/tokens has 0 tokens"),
+    ],
+)
+def test_what_is_wrong_with_a_file_says_which_and_how(place: Path, name: str, content: bytes, words: str) -> None:
+    (place / name).write_bytes(content)
+    settings = load_settings(place / "c.yaml")
+    (told,) = problems_of(settings, ServerCredentials(settings))
+    assert told.startswith(words.format(place))
+
+
+@pytest.mark.case("ER94")
+def test_all_files_that_are_missing_are_told_at_once_and_the_log_has_each_key_once(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = load_settings(place / "c.yaml")
+    made = ServerCredentials(settings)
+    made.load()
+    for name in ("tls.crt", "tls.key", "tokens"):
+        (place / name).unlink()
+    found = problems_of(settings, made)
+    assert [each.partition(":")[0] for each in found] == ["certificate", "private_key", "token_file"]
+    made.reload(RouterCounts())
+    told = [each.fields for each in caplog.records]  # type: ignore[attr-defined]
+    assert [each["key"] for each in told] == ["certificate", "token_file"]
+    assert all(each["reason"].startswith("could not be read") for each in told)
 
 
 @pytest.mark.case("ER20")

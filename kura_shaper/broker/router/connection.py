@@ -1,14 +1,16 @@
 """One connection of clients: who may ask, what is asked for, and what each refusal is called in HTTP.
 
-A client is let in by its bearer token alone, checked for each request in the same time whatever it is. Nothing is
+A client is let in by its bearer token alone, checked for each request in the same time whatever it is. A token that is
+taken out of the file ends no session: the streams of one are let in by the token that it began with. Nothing is
 kept for one that was refused, and a connection on which nobody is let in is closed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kura_shaper.broker.http2 import ConnectionFailedError
 from kura_shaper.broker.link import BusLink
@@ -22,12 +24,12 @@ from kura_shaper.broker.protocol.limits import (
     STREAMS_PATH,
 )
 from kura_shaper.broker.protocol.router_session import Claim
+from kura_shaper.broker.router.credentials import token_digest
 from kura_shaper.broker.router.http2 import ENHANCE_YOUR_CALM, Body, ClientFailedError, Http2Server
 from kura_shaper.broker.router.session import ClientSession, SessionOwner
 
 if TYPE_CHECKING:
     from kura_shaper.broker.router.counts import RouterCounts
-    from kura_shaper.broker.router.rarely import Rarely
     from kura_shaper.broker.router.settings import RouterSettings
 
 _IDLE_WITHIN_S, _CLOSE_WITHIN_S = 10.0, 2.0
@@ -44,7 +46,6 @@ class ConnectionOwner(SessionOwner, Protocol):
 
     settings: RouterSettings
     counts: RouterCounts
-    faulty: Rarely
 
     def is_allowed(self, token: str) -> bool:
         """Return whether a bearer token is one that may come in."""
@@ -73,7 +74,7 @@ class ConnectionOwner(SessionOwner, Protocol):
 class BusConnection:
     """A connection, from its first byte to its last."""
 
-    def __init__(self, owner: ConnectionOwner) -> None:
+    def __init__(self, owner: ConnectionOwner, *, peer: str = "") -> None:
         settings = owner.settings
         self._owner, self.counts = owner, owner.counts
         self._loop = asyncio.get_running_loop()
@@ -87,6 +88,8 @@ class BusConnection:
         self._budget = Budget()
         self.link: ServerLink = ServerLink(http, budget=self._budget, owner=self)
         self._refused = 0
+        # Who it is, as far as TCP says, and what ended it.
+        self.peer, self.why_lost = peer, ""
         self._is_closing = self._is_admitted = self.was_made = False
         self._idle_timer: asyncio.TimerHandle | None = None
 
@@ -121,9 +124,14 @@ class BusConnection:
 
     def on_lost(self, error: ConnectionFailedError) -> None:
         """See LinkOwner."""
+        self.why_lost = str(error)
         if isinstance(error, ClientFailedError):
             self.counts.connection_faults[error.fault] += 1
-            self._owner.faulty.note(reason=error.fault, message=str(error))
+            self._owner.seldom.warn(
+                "client_failed", error.fault, peer=self.peer, reason=error.fault, message=str(error)
+            )
+        elif not self.was_made:
+            self._owner.seldom.warn("connection_failed", peer=self.peer, reason=self.why_lost)
         self.on_gone()
         self.link.close(within_s=_CLOSE_WITHIN_S)
 
@@ -148,12 +156,9 @@ class BusConnection:
         """See Requests."""
         prefix = self._owner.settings.path_prefix
         path = headers.get(":path", "")
-        if not self._may_come_in(headers.get("authorization", "")):
-            self._refused += 1
-            self._answer(http_id, 401, "unauthorized", ("www-authenticate", "Bearer"))
-            if self._refused >= _REFUSED_MAX:
-                self.link.http.go_away(ENHANCE_YOUR_CALM)
-                self._loop.call_soon(self.close)
+        session = self._owner.session_of(headers.get("x-bus-session", ""))
+        if not self._may_come_in(headers.get("authorization", ""), session):
+            self._refuse(http_id, session)
             return None
         if not self._is_admitted:
             self._is_admitted = self._owner.on_admitted(self)
@@ -170,12 +175,24 @@ class BusConnection:
             return self._answer(http_id, 405, "", ("allow", "POST"))
         if path == SESSION_PATH:
             return self._begin_session(http_id, headers)
-        return self._begin_stream(http_id, path.removeprefix(STREAMS_PATH), headers)
+        return self._begin_stream(http_id, path.removeprefix(STREAMS_PATH), session)
 
-    def _may_come_in(self, authorization: str) -> bool:
-        is_bearer = authorization[: len(_BEARER)].lower() == _BEARER
+    def _may_come_in(self, authorization: str, session: ClientSession | None) -> bool:
+        """Whether the token is allowed now, or the one that the session was let in with, which outlives its removal."""
+        is_bearer, token = authorization[: len(_BEARER)].lower() == _BEARER, _token_in(authorization)
         # Compared in any case, so that the time says nothing.
-        return self._owner.is_allowed(authorization[len(_BEARER) :].strip()) and is_bearer
+        is_allowed = self._owner.is_allowed(token)
+        is_the_sessions = session is not None and hmac.compare_digest(session.token_digest, token_digest(token))
+        return (is_allowed or is_the_sessions) and is_bearer
+
+    def _refuse(self, http_id: int, session: ClientSession | None) -> None:
+        """Answer a request whose token is none. Whoever knows a session's id guesses nothing."""
+        self._answer(http_id, 401, "unauthorized", ("www-authenticate", "Bearer"))
+        self._refused += session is None
+        if self._refused >= _REFUSED_MAX:
+            self._owner.seldom.warn("connection_cut_off", peer=self.peer, reason="too many tokens that are none")
+            self.link.http.go_away(ENHANCE_YOUR_CALM)
+            self._loop.call_soon(self.close)
 
     def _begin_session(self, http_id: int, headers: dict[str, str]) -> Body | None:
         if headers.get("content-type", "").partition(";")[0].strip() != MEDIA_TYPE:
@@ -186,11 +203,16 @@ class BusConnection:
         if code is not None:
             return self._answer(http_id, 503, code, ("retry-after", _RETRY_AFTER_S))
         self._respond(http_id, 200, MEDIA_TYPE)
-        max_streams = self._owner.settings.max_streams
-        return ClientSession(self, http_id, owner=self._owner, counts=self.counts, max_streams=max_streams)
+        return ClientSession(
+            self,
+            http_id,
+            owner=self._owner,
+            counts=self.counts,
+            max_streams=self._owner.settings.max_streams,
+            token_digest=token_digest(_token_in(headers.get("authorization", ""))),
+        )
 
-    def _begin_stream(self, http_id: int, stream_id: str, headers: dict[str, str]) -> Body | None:
-        session = self._owner.session_of(headers.get("x-bus-session", ""))
+    def _begin_stream(self, http_id: int, stream_id: str, session: ClientSession | None) -> Body | None:
         if session is None:
             return self._answer(http_id, _NO_SESSION, "")
         if session.stream_status is not None:
@@ -214,6 +236,7 @@ class BusConnection:
     def _answer(self, http_id: int, status: int, code: str, *headers: tuple[str, str]) -> Body | None:
         """Answer at once. Nobody is told of the request's body."""
         self._count(status)
+        self._owner.seldom.warn("request_refused", str(status), peer=self.peer, status=status, code=code)
         body = json.dumps({"code": code}).encode() if code else b""
         found = [*headers, ("content-type", "application/json")] if code else [*headers]
         self.link.http.respond(http_id, status, found, body=body)
@@ -223,6 +246,18 @@ class BusConnection:
     def _count(self, status: int) -> None:
         key = str(status)
         self.counts.answers[key if key in self.counts.answers else UNKNOWN] += 1
+
+
+def shown_peer(name: tuple[Any, ...] | None) -> str:
+    """Return an address of a socket for people, "" where there is none any more."""
+    if not name:
+        return ""
+    host = f"[{name[0]}]" if ":" in name[0] else name[0]
+    return f"{host}:{name[1]}"
+
+
+def _token_in(authorization: str) -> str:
+    return authorization[len(_BEARER) :].strip()
 
 
 class ServerLink(BusLink[Http2Server]):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from kura_shaper.broker.protocol.codes import UNKNOWN, CloseCode, RefusalCode, SessionCode
+from kura_shaper.broker.protocol.codes import UNKNOWN, CloseCode, DrainReason, RefusalCode, SessionCode
 from kura_shaper.broker.router.dynamo import EventFault
 from kura_shaper.broker.router.rebalance import Rebalanced
 from kura_shaper.broker.router.sequences import Arrival
@@ -19,6 +19,17 @@ if TYPE_CHECKING:
 ANSWERS = (200, 401, 403, 404, 405, 409, 410, 415, 426, 429, 503)
 # Ends of sessions that are none of the protocol.
 CONNECTION_LOST, CLIENT_READS_NOTHING = "connection_lost", "client_reads_nothing"
+# The client left: by itself, or since this router asked for it and why. `shutdown` is a code of error frames as well.
+DRAINED = "drained"
+SESSION_ENDS = (
+    *SessionCode,
+    CONNECTION_LOST,
+    CLIENT_READS_NOTHING,
+    DRAINED,
+    DrainReason.REBALANCE,
+    DrainReason.MAINTENANCE,
+    UNKNOWN,
+)
 
 
 class TunnelEnding(StrEnum):
@@ -61,9 +72,7 @@ class RouterCounts:
     connection_faults: dict[str, int] = field(default_factory=lambda: _zeros(ConnectionFault))
     answers: dict[str, int] = field(default_factory=lambda: _zeros([*ANSWERS, UNKNOWN]))
     sessions: int = 0
-    session_ends: dict[str, int] = field(
-        default_factory=lambda: _zeros([*SessionCode, CONNECTION_LOST, CLIENT_READS_NOTHING, UNKNOWN])
-    )
+    session_ends: dict[str, int] = field(default_factory=lambda: _zeros(SESSION_ENDS))
     subscribes: int = 0
     refusals: dict[str, int] = field(default_factory=lambda: _zeros([*RefusalCode, UNKNOWN]))
     closes: dict[str, int] = field(default_factory=lambda: _zeros([*CloseCode, UNKNOWN]))
@@ -74,6 +83,7 @@ class RouterCounts:
     heartbeats_received: int = 0
     events: int = 0
     events_missed: int = 0
+    sequences_forgotten: int = 0
     arrivals: dict[str, int] = field(default_factory=lambda: _zeros([each.value.replace(" ", "_") for each in Arrival]))
     dropped: dict[str, int] = field(default_factory=lambda: _zeros(Dropped))
     bad_events: dict[str, int] = field(default_factory=lambda: _zeros(EventFault))

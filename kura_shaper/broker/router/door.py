@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kura_shaper.broker.router.connection import BusConnection
+from kura_shaper.broker.router.connection import BusConnection, shown_peer
 from kura_shaper.broker.router.listening import accept_each, listen_on
 from kura_shaper.broker.router.strangers import STRANGER_WITHIN_S, Stranger, Strangers, source_of
 
 if TYPE_CHECKING:
     from kura_shaper.broker.router.connection import ConnectionOwner
     from kura_shaper.broker.router.credentials import ServerCredentials
-    from kura_shaper.broker.router.rarely import Rarely
     from kura_shaper.tenants.document import Endpoint
 
 _CLOSE_WITHIN_S = 2.0
@@ -34,14 +33,13 @@ class Door:
         owner: ConnectionOwner,
         *,
         places: int,
-        failing: Rarely,
     ) -> None:
         self._at, self._credentials, self._owner = at, credentials, owner
-        self._places, self._failing = places, failing
+        self._places = places
         self._loop = asyncio.get_running_loop()
         self._listener: socket.socket | None = None
         self._handshakes: set[asyncio.Task[None]] = set()
-        self._strangers = Strangers()
+        self._strangers = Strangers(owner.seldom)
         self._known: dict[BusConnection, Stranger] = {}
         self._admitted: set[BusConnection] = set()
 
@@ -85,14 +83,14 @@ class Door:
         if self._listener is None:
             return
         try:
-            await accept_each(self._listener, self._take, failing=self._failing)
+            await accept_each(self._listener, self._take, seldom=self._owner.seldom)
         finally:
             for task in self._handshakes:
                 task.cancel()
             await asyncio.gather(*self._handshakes, return_exceptions=True)
 
-    async def _take(self, accepted: socket.socket, host: str) -> None:
-        source = source_of(host)
+    async def _take(self, accepted: socket.socket, address: tuple[Any, ...]) -> None:
+        source = source_of(str(address[0]))
         try:
             has_room = await self._strangers.make_room(source)
         except asyncio.CancelledError:
@@ -102,7 +100,7 @@ class Door:
             self._owner.counts.connections_refused += 1
             accepted.close()
             return
-        connection = BusConnection(self._owner)
+        connection = BusConnection(self._owner, peer=shown_peer(address))
         task = self._loop.create_task(self._shake_hands(accepted, connection))
         self._handshakes.add(task)
         task.add_done_callback(self._handshakes.discard)
@@ -127,8 +125,10 @@ class Door:
                 ssl_handshake_timeout=STRANGER_WITHIN_S,
                 ssl_shutdown_timeout=_CLOSE_WITHIN_S,
             )
-        except OSError:
+        except OSError as error:
             accepted.close()
+            reason = getattr(error, "reason", None) or str(error) or type(error).__name__
+            self._owner.seldom.warn("tls_failed", peer=connection.peer, reason=reason)
         finally:
             if not connection.was_made:
                 self._owner.counts.connections_refused += 1

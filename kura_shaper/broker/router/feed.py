@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 
     from kura_shaper.broker.protocol.buffer import Budget
     from kura_shaper.broker.router.output import EventOutput
+    from kura_shaper.broker.router.seldom import SeldomLog
     from kura_shaper.broker.router.session import ClientSession
     from kura_shaper.broker.router.settings import Subscription
     from kura_shaper.broker.router.tunnel import TunnelEnd
     from kura_shaper.broker.router.zmtp import ZmtpFault
 
 _RETRY_LEAST_S, _RETRY_MOST_S, _LIVED_S = 0.25, 30.0, 10.0
-# How long two streams bring the same, and how long after that the first one's events may still be repeated.
+# How long two streams bring the same, and how long after that the second may repeat what the first one brought.
 _OVERLAP_S, _REPEATS_FOR_S = 1.0, 10.0
 _HELD_BYTES_MAX, _EVENT_OVERHEAD_BYTES = 4 * MIB, 512
 
@@ -41,6 +42,7 @@ class FeedOwner(SessionChooser, Protocol):
     counts: RouterCounts
     output: EventOutput
     random: Random
+    seldom: SeldomLog
     max_message_bytes: int
     kept: Budget
 
@@ -63,7 +65,7 @@ class Feed:
         self._retry: asyncio.TimerHandle | None = None
         self._held: deque[Event] = deque()
         self._held_bytes = 0
-        self._repeats_until_s = 0.0
+        self._repeats_until_s: float | None = None
         self._is_closed = False
 
     @property
@@ -126,6 +128,7 @@ class Feed:
         if self.next is not None:
             self._drop_next()
         self.current = None
+        self._end_repeats()
 
     # What its streams tell.
 
@@ -143,6 +146,7 @@ class Feed:
             event = decode_event(parts)
         except EventError as error:
             self._counts.bad_events[error.fault] += 1
+            self._owner.seldom.warn("no_event", error.fault, endpoint=self.wanted.name, reason=error.fault)
             return
         if stream is self.current:
             self._take(event)
@@ -152,6 +156,8 @@ class Feed:
     def on_fault(self, stream: FeedStream, fault: ZmtpFault) -> None:
         """A stream's publisher can't be read."""
         self._counts.bad_publishers[fault] += 1
+        over = stream.session.client_id
+        self._owner.seldom.warn("publisher_not_read", fault, endpoint=self.wanted.name, over=over, reason=fault)
         self._lost(stream, f"publisher: {fault}", lived_s=0.0)
 
     def on_over(self, stream: FeedStream, end: TunnelEnd, *, lived_s: float) -> None:
@@ -177,6 +183,8 @@ class Feed:
             self._change_over(self.next)
             return
         self.current = None
+        # Whatever stream comes next begins after this one, so what it brings has not been seen.
+        self._end_repeats()
         if lived_s >= _LIVED_S:
             self._failures = 0
         self._plan_retry()
@@ -202,15 +210,18 @@ class Feed:
             before.session.moving -= 1
             before.close()
         self._repeats_until_s = self._loop.time() + _REPEATS_FOR_S
+        self.sequences.begin_repeats()
         held = tuple(self._held)
         self._drop_held()
         for event in held:
             self._take(event)
 
     def _take(self, event: Event) -> None:
-        overlaps = self._loop.time() < self._repeats_until_s
-        arrival, missed = self.sequences.note(event.publisher_id, event.topic, event.sequence, overlaps=overlaps)
-        counts = self._counts
+        if self._repeats_until_s is not None and self._loop.time() >= self._repeats_until_s:
+            self._end_repeats()
+        counts, before = self._counts, self.sequences.forgotten
+        arrival, missed = self.sequences.note(event.publisher_id, event.topic, event.sequence)
+        counts.sequences_forgotten += self.sequences.forgotten - before
         counts.arrivals[_LABELS[arrival]] += 1
         if arrival is Arrival.DUPLICATE:
             counts.dropped[Dropped.DUPLICATE] += 1
@@ -219,6 +230,10 @@ class Feed:
         counts.events_missed += missed
         if not self._owner.output.put(event, endpoint=self.wanted.name, arrival=arrival, missed=missed):
             counts.dropped[Dropped.OUTPUT_FULL] += 1
+
+    def _end_repeats(self) -> None:
+        self._repeats_until_s = None
+        self.sequences.end_repeats()
 
     def _hold(self, event: Event, stream: FeedStream) -> None:
         """Keep an event of the next stream for later; when no more may be kept, the time has come."""

@@ -102,6 +102,8 @@ def _feed(feed: Feed) -> dict[str, Any]:
         "over": session.client_id if session else None,
         "last_failure": feed.last_failure,
         "publishers": len(known),
+        # Their numbers made room for those of others: each is `first` when it comes back, whatever it lacks.
+        "publishers_forgotten": feed.sequences.forgotten,
         "sequences": [
             {
                 "publisher_id": publisher_id,

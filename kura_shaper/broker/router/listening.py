@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kura_shaper.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from kura_shaper.broker.router.rarely import Rarely
+    from kura_shaper.broker.router.seldom import SeldomLog
     from kura_shaper.tenants.document import Endpoint
 
 _ACCEPT_PAUSE_S = 0.2
@@ -45,11 +45,11 @@ def _not_had(key: str, at: Endpoint, error: OSError) -> UsageError:
 
 
 async def accept_each(
-    listener: socket.socket, take: Callable[[socket.socket, str], Awaitable[None]], *, failing: Rarely
+    listener: socket.socket, take: Callable[[socket.socket, tuple[Any, ...]], Awaitable[None]], *, seldom: SeldomLog
 ) -> None:
     """Take connections, each with the address that it came from, until this is cancelled.
 
-    Without descriptors nothing is taken for a moment, and whoever wants in waits in the kernel; `failing` notes it.
+    Without descriptors nothing is taken for a moment, and whoever wants in waits in the kernel; `seldom` says so.
     """
     loop = asyncio.get_running_loop()
     while True:
@@ -59,17 +59,17 @@ async def accept_each(
             # It was there, and is gone already.
             continue
         except OSError as error:
-            failing.note(reason=error.strerror)
+            seldom.warn("accept_failed", reason=error.strerror)
             await asyncio.sleep(_ACCEPT_PAUSE_S)
             continue
-        await take(accepted, str(address[0]))
+        await take(accepted, address)
 
 
 class Listening:
     """A port for other programs: does not listen before `start`, nor after `stop`."""
 
-    def __init__(self, key: str, at: Endpoint, *, failing: Rarely) -> None:
-        self._key, self._at, self._failing = key, at, failing
+    def __init__(self, key: str, at: Endpoint, *, seldom: SeldomLog) -> None:
+        self._key, self._at, self._seldom = key, at, seldom
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
 
@@ -82,12 +82,12 @@ class Listening:
         """Listen. Raises UsageError when the address can't be had."""
         loop = asyncio.get_running_loop()
 
-        async def take(accepted: socket.socket, _: str) -> None:
+        async def take(accepted: socket.socket, _: tuple[Any, ...]) -> None:
             with suppress(OSError):
                 await loop.connect_accepted_socket(accept, accepted)
 
         self._listener = listen_on(self._key, self._at, backlog=backlog, ipv6_options=_ONLY_IPV6)
-        self._accepting = loop.create_task(accept_each(self._listener, take, failing=self._failing))
+        self._accepting = loop.create_task(accept_each(self._listener, take, seldom=self._seldom))
 
     def stop(self) -> None:
         """Take no further connections."""

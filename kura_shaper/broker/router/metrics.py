@@ -50,6 +50,7 @@ _PLAIN = (
     ("heartbeats_received", "Heartbeats of clients", "heartbeats_received"),
     ("events", "Events that came", "events"),
     ("events_missed", "Events that are missing by their numbers", "events_missed"),
+    ("sequences_forgotten", "Publishers whose numbers were forgotten for those of others", "sequences_forgotten"),
     ("local_connections", "Connections to exposed ports", "local_connections"),
     ("served_connections", "Connections of readers of the served events", "served_connections"),
 )

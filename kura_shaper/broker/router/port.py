@@ -15,7 +15,7 @@ from kura_shaper.broker.router.session import SessionChooser
 
 if TYPE_CHECKING:
     from kura_shaper.broker.router.counts import RouterCounts
-    from kura_shaper.broker.router.rarely import Rarely
+    from kura_shaper.broker.router.seldom import SeldomLog
     from kura_shaper.broker.router.settings import Subscription
     from kura_shaper.broker.router.tunnel import Tunnel, TunnelEnd
     from kura_shaper.tenants.document import Endpoint
@@ -31,7 +31,7 @@ class PortOwner(SessionChooser, Protocol):
     """Who has the port."""
 
     counts: RouterCounts
-    accept_failing: Rarely
+    seldom: SeldomLog
 
 
 class LocalPort:
@@ -40,7 +40,7 @@ class LocalPort:
     def __init__(self, wanted: Subscription, listen: Endpoint, owner: PortOwner) -> None:
         self.wanted, self.listen, self.owner = wanted, listen, owner
         self.connections: set[LocalConnection] = set()
-        self._listening = Listening("expose", listen, failing=owner.accept_failing)
+        self._listening = Listening("expose", listen, seldom=owner.seldom)
 
     @property
     def port(self) -> int:

@@ -10,10 +10,11 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
-from kura_shaper.broker.process import problems_with, require_descriptors, stop_by_signals
+from kura_shaper.broker.process import problems_with, stop_by_signals, take_descriptors
 from kura_shaper.broker.router.discovery import Discovery, open_apis, require_kubeconfigs
 from kura_shaper.broker.router.health import RouterHealth
 from kura_shaper.broker.router.metrics import RouterMetrics
+from kura_shaper.broker.router.output import NoOutput
 from kura_shaper.broker.router.port import CONNECTIONS_MAX
 from kura_shaper.broker.router.reread import Rereading
 from kura_shaper.broker.router.service import SPARE_CONNECTIONS, EventBus
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kura_shaper.broker.router.credentials import ServerCredentials
-    from kura_shaper.broker.router.output import EventOutput
+    from kura_shaper.broker.router.output import ProcessOutput
     from kura_shaper.broker.router.settings import RouterSettings
 
 # Beside connections: the API servers, the web server, the files that are reread, logs.
@@ -39,12 +40,22 @@ _log = logging.getLogger("kura_shaper.broker.router")
 def problems_of(settings: RouterSettings, credentials: ServerCredentials) -> tuple[str, ...]:
     """Return what is wrong with certificate, key, tokens and kubeconfigs, one line each; the network is not asked."""
     kubeconfigs = partial(require_kubeconfigs, settings)
-    return problems_with(credentials.read_context, credentials.read_tokens, kubeconfigs)
+    files = problems_with(*(partial(credentials.read_pem, key) for key in ("certificate", "private_key")))
+    # What is wrong with both together can only be told when both are there.
+    pair = () if files else (credentials.read_context,)
+    return (*files, *problems_with(*pair, credentials.read_tokens, kubeconfigs))
 
 
-def run_router(settings: RouterSettings, credentials: ServerCredentials, *, config: Path, output: EventOutput) -> None:
+def doubts_of(credentials: ServerCredentials) -> tuple[str, ...]:
+    """Return what does not keep a router from starting, and will keep its clients away."""
+    return problems_with(credentials.require_dates)
+
+
+def run_router(
+    settings: RouterSettings, credentials: ServerCredentials, *, config: Path, output: ProcessOutput
+) -> None:
     """Run a router until a signal; `config` is read again at SIGHUP. Raises UsageError when an address can't be had."""
-    require_descriptors(descriptors_of(settings), key="max_sessions, beside the exposed ports,")
+    take_descriptors(descriptors_of(settings), key="max_sessions, beside the exposed ports,")
     asyncio.run(_run(settings, credentials, config, output=output))
 
 
@@ -56,7 +67,9 @@ def descriptors_of(settings: RouterSettings) -> int:
     return settings.max_sessions + SPARE_CONNECTIONS + STRANGERS_MAX + exposed + local + served + _DESCRIPTORS
 
 
-async def _run(settings: RouterSettings, credentials: ServerCredentials, config: Path, *, output: EventOutput) -> None:
+async def _run(
+    settings: RouterSettings, credentials: ServerCredentials, config: Path, *, output: ProcessOutput
+) -> None:
     credentials.load()
     bus = EventBus(settings, credentials, output=output, random=Random())  # noqa: S311 - it spreads retries
     stop_by_signals(bus.stop, is_stopping=lambda: bus.is_stopping, log=_log)
@@ -64,6 +77,13 @@ async def _run(settings: RouterSettings, credentials: ServerCredentials, config:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGHUP, rereading.ask)
     loop.add_signal_handler(signal.SIGUSR1, bus.rebalance)
+
+    def on_gone(why: str) -> None:
+        # When it is found out at the very end there is no loop any more, and nothing to be done.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(_on_reader_gone, bus, why)
+
+    output.when_gone(on_gone)
     started = asyncio.Event()
     rereads = asyncio.ensure_future(rereading.run(started))
     try:
@@ -73,6 +93,17 @@ async def _run(settings: RouterSettings, credentials: ServerCredentials, config:
     finally:
         rereads.cancel()
         output.close()
+
+
+def _on_reader_gone(bus: EventBus, why: str) -> None:
+    """Nobody reads stdout any more: leave, unless there are other readers."""
+    has_others = bus.served is not None or bool(bus.ports)
+    told = "events are printed no more" if has_others else "nobody reads events, so it leaves"
+    log_event(_log, "stdout_gone", level=logging.WARNING, reason=why, message=told)
+    # What nobody is there for is not dropped.
+    bus.output = bus.served or NoOutput()
+    if not has_others:
+        bus.stop()
 
 
 @asynccontextmanager

@@ -1,8 +1,10 @@
 """What is missing among the events of a publisher, by the numbers that it gives them.
 
 A publisher counts its events of a topic up by one, and after 2**64 - 1 comes 0. Each connection delivers in order, so
-a number that jumps is a loss. A lower one is what two connections both brought while one took over from the other, or
-one of those that were missing and came late, or a publisher that began anew under the same id.
+a number that jumps is a loss. One that is not higher is one of those that were missing and came late; or what the
+connection before has brought already, which only the one that took over from it may bring, as long as it lives and has
+not come beyond the number that was the last one then; or, and that at any other time, a publisher that began anew under
+the same id, if only with the number that it had before.
 """
 
 from __future__ import annotations
@@ -41,13 +43,16 @@ class Sequence:
     late: int = 0
     duplicates: int = 0
     restarts: int = 0
+    # What the connection that took over may repeat: numbers up to this one.
+    repeats_to: int | None = None
     open_gaps: deque[range] = field(default_factory=lambda: deque(maxlen=_GAPS_KNOWN))
 
-    def note(self, number: int, *, overlaps: bool) -> tuple[Arrival, int]:
+    def note(self, number: int) -> tuple[Arrival, int]:
         """See Sequences."""
         step = _step(self.last, number)
         if step <= 0:
-            return self._repeated(number, overlaps=overlaps or step == 0), 0
+            return self._not_higher(number), 0
+        self.repeats_to = None
         self.received += 1
         missed = step - 1
         if not missed:
@@ -59,15 +64,15 @@ class Sequence:
         self.missed += missed
         return Arrival.AFTER_A_GAP, missed
 
-    def _repeated(self, number: int, *, overlaps: bool) -> Arrival:
+    def _not_higher(self, number: int) -> Arrival:
         if self._fills_a_gap(number):
             self.received += 1
             self.late += 1
             return Arrival.LATE
-        if overlaps:
+        if self.repeats_to is not None and _step(self.repeats_to, number) <= 0:
             self.duplicates += 1
             return Arrival.DUPLICATE
-        self.last = number
+        self.last, self.repeats_to = number, None
         self.received += 1
         self.restarts += 1
         self.open_gaps.clear()
@@ -95,7 +100,10 @@ def _step(last: int, number: int) -> int:
 
 
 class Sequences:
-    """The numbers of every publisher and topic of one subscription; of the longest unheard nothing is kept."""
+    """The numbers of every publisher and topic of one subscription.
+
+    Of the longest unheard nothing is kept, so one that comes back is `first` again; `forgotten` counts them.
+    """
 
     def __init__(self, *, most: int = PUBLISHERS_MAX) -> None:
         self._most = most
@@ -107,16 +115,23 @@ class Sequences:
         """By publisher and topic, a copy."""
         return dict(self._known)
 
-    def note(self, publisher_id: int, topic: str, number: int, *, overlaps: bool) -> tuple[Arrival, int]:
-        """Return what a number says, and how many before it are missing.
+    def begin_repeats(self) -> None:
+        """Another connection brings the events from now on, and may repeat what has come so far."""
+        for each in self._known.values():
+            each.repeats_to = each.last
 
-        `overlaps`: two connections bring the same events at the moment.
-        """
+    def end_repeats(self) -> None:
+        """Nothing can come twice any more."""
+        for each in self._known.values():
+            each.repeats_to = None
+
+    def note(self, publisher_id: int, topic: str, number: int) -> tuple[Arrival, int]:
+        """Return what a number says, and how many before it are missing."""
         key = publisher_id, topic
         found = self._known.get(key)
         if found is not None:
             self._known.move_to_end(key)
-            return found.note(number, overlaps=overlaps)
+            return found.note(number)
         self._known[key] = Sequence(number)
         if len(self._known) > self._most:
             self._known.popitem(last=False)

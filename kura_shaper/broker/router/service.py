@@ -11,19 +11,19 @@ import asyncio
 import logging
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kura_shaper.broker.process import TURN_EVERY_S
 from kura_shaper.broker.protocol.buffer import Budget
-from kura_shaper.broker.protocol.codes import DrainReason, Role, SessionCode
+from kura_shaper.broker.protocol.codes import DrainReason, Role, SessionCode, label_of
 from kura_shaper.broker.protocol.frames import Welcome, WelcomeLimits
 from kura_shaper.broker.protocol.limits import MIB
 from kura_shaper.broker.router.counts import RouterCounts
 from kura_shaper.broker.router.door import Door
 from kura_shaper.broker.router.faults import plan_faults
 from kura_shaper.broker.router.output import AllOutputs
-from kura_shaper.broker.router.rarely import Rarely
 from kura_shaper.broker.router.rebalance import Rebalance
+from kura_shaper.broker.router.seldom import SeldomLog
 from kura_shaper.broker.router.serving import EventServer
 from kura_shaper.broker.router.wanted import Wanted
 from kura_shaper.log import event as log_event
@@ -65,15 +65,14 @@ class EventBus:
         self.max_message_bytes = settings.max_message_bytes
         self.kept = Budget(_KEPT_BYTES_MAX)
         self._loop = asyncio.get_running_loop()
-        self.accept_failing = Rarely("accept_failed", now_s=self._loop.time)
-        self.faulty = Rarely("client_failed", now_s=self._loop.time)
+        self.seldom = SeldomLog(now_s=self._loop.time)
         self.by_client: dict[str, ClientSession] = {}
         self._by_id: dict[str, ClientSession] = {}
         self._connections: set[BusConnection] = set()
         self._wanted = Wanted(settings.subscriptions, self)
         self._rebalancing: asyncio.Task[None] | None = None
         places = settings.max_sessions + SPARE_CONNECTIONS
-        self._door = Door(settings.listen, credentials, self, places=places, failing=self.accept_failing)
+        self._door = Door(settings.listen, credentials, self, places=places)
         self._stopping = asyncio.Event()
         self._emptied = asyncio.Event()
         self.turned_s = time.monotonic()
@@ -154,7 +153,15 @@ class EventBus:
         # The newcomer is there before the one before it goes: what that had is asked of it at once.
         self.by_client[hello.client_id] = self._by_id[session.id] = session
         session.welcome(self._terms(session))
-        log_event(_log, "session_began", client_id=hello.client_id, role=hello.role, namespaces=hello.dynamo_namespaces)
+        log_event(
+            _log,
+            "session_began",
+            client_id=hello.client_id,
+            instance_id=hello.instance_id,
+            peer=session.connection.peer,
+            role=hello.role,
+            namespaces=hello.dynamo_namespaces,
+        )
         if before is not None:
             before.fail(SessionCode.SUPERSEDED, "this client id is connected elsewhere")
         plan_faults(self.settings.faults, session)
@@ -173,11 +180,20 @@ class EventBus:
 
     def on_session_over(self, session: ClientSession) -> None:
         """See SessionOwner."""
+        hello = session.protocol.hello
+        told: dict[str, Any] = {
+            "client_id": session.client_id,
+            "instance_id": hello.instance_id if hello else "",
+            "peer": session.connection.peer,
+            "code": session.end_code,
+            "reason": session.end_reason,
+        }
         if self._by_id.pop(session.id, None) is None:
+            self.seldom.warn("session_refused", label_of(session.end_code, SessionCode), **told)
             return
         if self.by_client.get(session.client_id) is session:
             del self.by_client[session.client_id]
-        log_event(_log, "session_ended", client_id=session.client_id, code=session.end_code)
+        log_event(_log, "session_ended", **told)
         self._share_out()
         if not self._by_id:
             self._emptied.set()
@@ -315,3 +331,5 @@ class EventBus:
         while True:
             await asyncio.sleep(_RELOAD_EVERY_S)
             self._credentials.reload(self.counts)
+            if not self.is_stopping:
+                self._wanted.look_for_brokers()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import time
 from enum import StrEnum
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 from kura_shaper.broker.protocol.limits import MIB
 from kura_shaper.broker.router.listening import Listening
 from kura_shaper.broker.router.output import json_line
-from kura_shaper.broker.router.rarely import Rarely
+from kura_shaper.broker.router.seldom import SeldomLog
 from kura_shaper.log import event as log_event
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ class EventServer:
     def __init__(self, listen: Endpoint, counts: RouterCounts) -> None:
         self.listen, self.counts = listen, counts
         self.clients: set[EventClient] = set()
-        self._listening = Listening("serve", listen, failing=Rarely("accept_failed", now_s=time.monotonic))
+        self._listening = Listening("serve", listen, seldom=SeldomLog())
         # What came in this turn of the event loop leaves together: a call of the kernel costs more than an event.
         self._lines: list[bytes] = []
 

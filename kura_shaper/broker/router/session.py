@@ -14,11 +14,17 @@ from typing import TYPE_CHECKING, Protocol
 from kura_shaper.broker.counts import count
 from kura_shaper.broker.protocol import events
 from kura_shaper.broker.protocol.buffer import Budget, StreamBuffer
-from kura_shaper.broker.protocol.codes import Role
+from kura_shaper.broker.protocol.codes import RefusalCode, Role, label_of
 from kura_shaper.broker.protocol.frames import Draining, StreamClosed, StreamOpened, StreamRefused
 from kura_shaper.broker.protocol.limits import KIB, MIB, SECOND_NS
 from kura_shaper.broker.protocol.router_session import Claim, RouterSession
-from kura_shaper.broker.router.counts import CLIENT_READS_NOTHING, CONNECTION_LOST, RouterCounts, TunnelEnding
+from kura_shaper.broker.router.counts import (
+    CLIENT_READS_NOTHING,
+    CONNECTION_LOST,
+    DRAINED,
+    RouterCounts,
+    TunnelEnding,
+)
 from kura_shaper.broker.router.tunnel import Consumer, Tunnel, TunnelEnd
 
 if TYPE_CHECKING:
@@ -27,10 +33,12 @@ if TYPE_CHECKING:
     from kura_shaper.broker.protocol.codes import DrainReason, SessionCode
     from kura_shaper.broker.protocol.frames import AnnouncedSource, Hello, Welcome, ZmqEndpoint
     from kura_shaper.broker.router.connection import BusConnection
+    from kura_shaper.broker.router.seldom import SeldomLog
 
 _ANNOUNCE = "announce"
 # What may wait for a client that does not read: all the subscribes that it may be asked for at once, and more.
 _OUT_BYTES_LEAST, _OUT_BYTES_A_STREAM = MIB, 2 * KIB
+_CODE_SHOWN, _MESSAGE_SHOWN = 64, 256
 _CLOSED_WITHIN_S, _LINGER_S = 5.0, 2.0
 
 
@@ -49,6 +57,8 @@ class SessionChooser(Protocol):
 
 class SessionOwner(Protocol):
     """Who admits clients."""
+
+    seldom: SeldomLog
 
     def on_greeted(self, session: ClientSession, hello: Hello) -> None:
         """A client says who it is: welcome it, or end it."""
@@ -74,11 +84,14 @@ class ClientSession:
         owner: SessionOwner,
         counts: RouterCounts,
         max_streams: int,
+        token_digest: bytes,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self.connection: BusConnection = connection
         self.http_id = http_id
         self.counts, self._owner = counts, owner
+        # Of the token that it was let in with.
+        self.token_digest = token_digest
         self.id = secrets.token_hex(16)
         self.protocol = RouterSession(now_ns=self.now_ns, random=Random())  # noqa: S311 - it spreads heartbeats
         out_bytes_max = _OUT_BYTES_LEAST + max_streams * _OUT_BYTES_A_STREAM
@@ -88,7 +101,10 @@ class ClientSession:
         self.tunnels: dict[str, Tunnel] = {}
         # Of these, how many are only kept until another session has what they bring.
         self.moving = 0
-        self.end_code = ""
+        self.end_code = self.end_reason = ""
+        # Why we asked the client to leave, and whether it said that it does.
+        self._drained_for: DrainReason | None = None
+        self._leaves = False
         self._has_overflown = self._is_finished = False
         # What a test's fault may take away.
         self.grants = self.beats = True
@@ -173,13 +189,14 @@ class ClientSession:
     def drain(self, reason: DrainReason, deadline_ms: int) -> None:
         """Ask the client to leave."""
         if not self.protocol.has_ended and self.protocol.terms is not None:
+            self._drained_for = reason
             self.protocol.drain(reason, deadline_ms)
             self.say()
 
     def fail(self, code: SessionCode, message: str, *, retry_after_ms: int | None = None) -> None:
         """End it, and tell the client why."""
         self.protocol.fail(code, message, retry_after_ms=retry_after_ms)
-        self._over(code)
+        self._over(code, message)
 
     def say(self) -> None:
         """Send what the protocol has to say."""
@@ -197,7 +214,7 @@ class ClientSession:
             self.connection.link.put(self)
         else:
             self._has_overflown = True
-            self._loop.call_soon(self._over, CLIENT_READS_NOTHING)
+            self._loop.call_soon(self._over, CLIENT_READS_NOTHING, "it takes nothing that it is told")
 
     # What HTTP/2 tells.
 
@@ -209,12 +226,18 @@ class ClientSession:
             self._take(self.protocol.receive(data))
 
     def on_end(self) -> None:
-        """See Body."""
-        self._over(CONNECTION_LOST)
+        """See Body. In good order it is only when one of both had said so."""
+        if self._drained_for is not None:
+            self._over(self._drained_for, "it was asked to leave")
+        elif self._leaves:
+            self._over(DRAINED, "it left by itself")
+        else:
+            self._over(CONNECTION_LOST, "the client ended it without a word")
 
     def on_reset(self) -> None:
         """See Body."""
-        self._over(CONNECTION_LOST)
+        leaving = " while it left" if self.protocol.is_draining else ""
+        self._over(CONNECTION_LOST, f"{self.connection.why_lost or 'the client reset it'}{leaving}")
 
     def on_window(self) -> None:
         """See Body."""
@@ -244,20 +267,23 @@ class ClientSession:
                 self._note(event)
             case StreamRefused():
                 count(self.counts.refusals, event.code)
+                self._warn_of(event.stream_id, event.code, event.message or "")
                 end = TunnelEnd(TunnelEnding.REFUSED, event.code, event.retryable)
                 self._end_tunnel(event.stream_id, end)
             case events.OpenExpired(stream_id=stream_id):
+                self._warn_of(stream_id, TunnelEnding.EXPIRED, "it answered nothing")
                 self._end_tunnel(stream_id, TunnelEnd(TunnelEnding.EXPIRED))
             case StreamClosed():
                 count(self.counts.closes, event.code)
                 if tunnel := self.tunnels.get(event.stream_id):
                     tunnel.on_closed(event.code)
             case Draining():
+                self._leaves = True
                 self._owner.on_leaving(self)
             case events.PeerFailed(error=error):
-                self._over(error.code)
-            case events.Failed(code=code):
-                self._over(code)
+                self._over(error.code[:_CODE_SHOWN], f"the client says: {error.message[:_MESSAGE_SHOWN]}")
+            case events.Failed(code=code, message=message):
+                self._over(code, message)
 
     def _note(self, event: events.Event) -> None:
         if isinstance(event, events.FrameIgnored):
@@ -268,16 +294,28 @@ class ClientSession:
         elif isinstance(event, events.HeartbeatSeen):
             self.counts.heartbeats_received += 1
 
+    def _warn_of(self, stream_id: str, code: str, message: str) -> None:
+        """Log a stream that did not come to be, the first of each code in a minute."""
+        tunnel = self.tunnels.get(stream_id)
+        self._owner.seldom.warn(
+            "stream_refused",
+            code if code == TunnelEnding.EXPIRED else label_of(code, RefusalCode),
+            client_id=self.client_id,
+            endpoint=str(tunnel.target) if tunnel else "",
+            code=code[:_CODE_SHOWN],
+            message=message[:_MESSAGE_SHOWN],
+        )
+
     def _end_tunnel(self, stream_id: str, end: TunnelEnd) -> None:
         if tunnel := self.tunnels.get(stream_id):
             tunnel.over(end)
 
     # Ends.
 
-    def _over(self, code: str) -> None:
+    def _over(self, code: str, reason: str = "") -> None:
         if self.is_over:
             return
-        self.end_code = code
+        self.end_code, self.end_reason = code, reason
         count(self.counts.session_ends, code)
         for tunnel in tuple(self.tunnels.values()):
             tunnel.over(TunnelEnd(TunnelEnding.SESSION_LOST))

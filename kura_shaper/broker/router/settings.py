@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kura_shaper.broker import entries
 from kura_shaper.broker.endpoint import EndpointError, parse_endpoint
-from kura_shaper.broker.entries import Entries
+from kura_shaper.broker.entries import Entries, Parts
 from kura_shaper.broker.protocol.codes import Role
 from kura_shaper.broker.protocol.frames import AnnouncedSource, ZmqEndpoint
 from kura_shaper.broker.protocol.limits import (
@@ -124,11 +124,45 @@ def load_settings(path: Path) -> RouterSettings:
     interval_ms = told.get("heartbeat_interval_ms", HEARTBEAT_MS_DEFAULT)
     if told.get("idle_timeout_ms", IDLE_MS_DEFAULT) < 2 * interval_ms:
         reading.refuse("idle_timeout", "is below twice the heartbeat_interval", remedy="raise idle_timeout")
-    exposed = [each.expose for each in told.get("subscriptions", ()) if each.expose]
-    if len(set(exposed)) != len(exposed):
-        reading.refuse("subscriptions", "expose one address twice", remedy="give each its own port")
+    _refuse_repeated(told.get("subscriptions", ()), reading)
+    _refuse_taken(told, reading)
     reading.raise_if_wrong()
     return RouterSettings(**told)
+
+
+def _refuse_repeated(subscriptions: tuple[Subscription, ...], reading: Entries) -> None:
+    seen: dict[tuple[object, ...], int] = {}
+    for number, each in enumerate(subscriptions):
+        first = seen.setdefault((each.target, *sorted(each.topics)), number)
+        if each.topics and first != number:
+            remedy = "remove one, or expose the publisher in the first one as well"
+            reading.refuse(f"subscriptions[{number}]", f"is subscriptions[{first}] again", remedy=remedy)
+
+
+def _refuse_taken(told: dict[str, Any], reading: Entries) -> None:
+    """Refuse an address that two are to listen on; the one that has each of its family is another's as well."""
+    exposed = enumerate(told.get("subscriptions", ()))
+    listening = [
+        ("listen", told.get("listen")),
+        ("metrics_listen", told.get("metrics_listen", _METRICS_LISTEN)),
+        ("serve", told.get("serve")),
+        *((f"subscriptions[{number}].expose", each.expose) for number, each in exposed),
+    ]
+    before: dict[int, list[tuple[str, Endpoint]]] = {}
+    for key, at in listening:
+        if at is None:
+            continue
+        taken = next((name for name, other in before.get(at.port, ()) if _is_one_address(at, other)), "")
+        before.setdefault(at.port, []).append((key, at))
+        if taken:
+            remedy = "give each an address or a port of its own"
+            reading.refuse(key, f"is {at}, where {taken} listens already", remedy=remedy)
+
+
+def _is_one_address(one: Endpoint, other: Endpoint) -> bool:
+    if (":" in one.host) != (":" in other.host):
+        return False
+    return one.host == other.host or bool({"0.0.0.0", "::"} & {one.host, other.host})  # noqa: S104 - not listened on here
 
 
 def keys_that_differ(before: RouterSettings, after: RouterSettings) -> tuple[str, ...]:
@@ -163,18 +197,19 @@ def _source(content: str) -> str:
 
 def _subscription(value: Value) -> Subscription:
     found = check.mapping(value, required=("dynamo_namespace",), optional=("endpoint", "source", "topics", "expose"))
-    topics, expose = found.get("topics"), found.get("expose")
+    parts = Parts()
     if ("endpoint" in found) == ("source" in found):
-        raise value.refused("names no publisher, or two", remedy="give it endpoint:, or source: of a kv_listener")
-    if topics is None and expose is None:
-        raise value.refused("is read by nobody", remedy="add topics: or expose:")
-    return Subscription(
-        check.literal(found["endpoint"], _endpoint) if "endpoint" in found else "",
-        check.literal(found["dynamo_namespace"], entries.dynamo_namespace),
-        entries.listed("topic", _topic, TOPICS_MAX)(topics) if topics else (),
-        check.literal(expose, check.listen_endpoint) if expose else None,
-        check.literal(found["source"], _source) if "source" in found else "",
-    )
+        refused = value.refused("names no publisher, or two", remedy="give it endpoint:, or source: of a kv_listener")
+        parts.add(refused)
+    if "topics" not in found and "expose" not in found:
+        parts.add(value.refused("is read by nobody", remedy="add topics: or expose:"))
+    endpoint = parts.read(entries.text(_endpoint), found.get("endpoint"))
+    namespace = parts.read(entries.text(entries.dynamo_namespace), found["dynamo_namespace"])
+    topics = parts.read(entries.listed("topic", _topic, TOPICS_MAX), found.get("topics"))
+    expose = parts.read(entries.text(check.listen_endpoint), found.get("expose"))
+    source = parts.read(entries.text(_source), found.get("source"))
+    parts.raise_if_wrong()
+    return Subscription(endpoint or "", namespace or "", topics or (), expose, source or "")
 
 
 def _namespace(content: str) -> str:
@@ -184,12 +219,13 @@ def _namespace(content: str) -> str:
 def _discover(value: Value) -> Discover:
     found = check.mapping(value, required=("namespace", "dynamo_namespaces", "topics"), optional=("kubeconfig",))
     namespaces = entries.listed("Dynamo namespace", entries.dynamo_namespace, entries.NAMESPACES_MAX)
-    return Discover(
-        check.literal(found["namespace"], _namespace),
-        namespaces(found["dynamo_namespaces"]),
-        entries.listed("topic", _topic, TOPICS_MAX)(found["topics"]),
-        check.literal(found["kubeconfig"], entries.file_path) if "kubeconfig" in found else None,
-    )
+    parts = Parts()
+    namespace = parts.read(entries.text(_namespace), found["namespace"])
+    dynamo_namespaces = parts.read(namespaces, found["dynamo_namespaces"])
+    topics = parts.read(entries.listed("topic", _topic, TOPICS_MAX), found["topics"])
+    kubeconfig = parts.read(entries.text(entries.file_path), found.get("kubeconfig"))
+    parts.raise_if_wrong()
+    return Discover(namespace or "", dynamo_namespaces or (), topics or (), kubeconfig)
 
 
 def _served(content: str) -> Endpoint:
@@ -199,7 +235,11 @@ def _served(content: str) -> Endpoint:
 
 def _fault(value: Value) -> FaultStep:
     found = check.mapping(value, required=("after", "do"))
-    return FaultStep(entries.duration_ms(0, 3_600_000)(found["after"]), entries.choice(Fault)(found["do"]))
+    parts = Parts()
+    after_ms = parts.read(entries.duration_ms(0, 3_600_000), found["after"])
+    fault: Any = parts.read(entries.choice(Fault), found["do"])
+    parts.raise_if_wrong()
+    return FaultStep(after_ms or 0, fault)
 
 
 def _each(what: str, reader: Callable[[Value], Any], most: int) -> Callable[[Value], tuple[Any, ...]]:
@@ -207,7 +247,10 @@ def _each(what: str, reader: Callable[[Value], Any], most: int) -> Callable[[Val
         items = check.sequence(value)
         if len(items) > most:
             raise value.refused(f"has {len(items)} items", remedy=f"give at most {most} {what}")
-        return tuple(map(reader, items))
+        parts = Parts()
+        made = tuple(parts.read(reader, item) for item in items)
+        parts.raise_if_wrong()
+        return made
 
     return read
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address, ip_network
 from typing import TYPE_CHECKING
 
-from kura_shaper.broker.router.rarely import Rarely
-
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from kura_shaper.broker.router.seldom import SeldomLog
 
 STRANGERS_MAX, STRANGERS_OF_A_SOURCE_MAX = 128, 64
 # TLS and a request take a client some round trips.
@@ -45,11 +45,10 @@ class Stranger:
 class Strangers:
     """All of them, the oldest first."""
 
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, seldom: SeldomLog) -> None:
+        self._loop, self._seldom = asyncio.get_running_loop(), seldom
         self._there: dict[Stranger, None] = {}
         self._left = asyncio.Event()
-        self._full = Rarely("strangers_full", now_s=self._loop.time)
 
     def __len__(self) -> int:
         return len(self._there)
@@ -58,11 +57,11 @@ class Strangers:
         """Return when there is a place for one more; False when its source has all that it may have."""
         same = [each for each in self._there if each.source == source]
         if len(same) >= STRANGERS_OF_A_SOURCE_MAX:
-            self._full.note(of="one_source", strangers=len(self._there))
+            self._tell_full("one_source")
             if not self._evict(same[0]):
                 return False
         while len(self._there) >= STRANGERS_MAX:
-            self._full.note(of="all", strangers=len(self._there))
+            self._tell_full("all")
             oldest = next(iter(self._there))
             if not self._evict(oldest):
                 self._left.clear()
@@ -84,6 +83,9 @@ class Strangers:
             stranger.timer.cancel()
         self._there.pop(stranger, None)
         self._left.set()
+
+    def _tell_full(self, of: str) -> None:
+        self._seldom.warn("strangers_full", of=of, strangers=len(self._there))
 
     def _evict(self, stranger: Stranger) -> bool:
         if self._loop.time() - stranger.began_s < STRANGER_LEAST_S:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kura_shaper.broker.metadata import Publisher
+    from kura_shaper.broker.protocol.codes import Role
 
 _log = logging.getLogger("kura_shaper.broker.router")
 
@@ -41,6 +42,7 @@ class Wanted:
         self._discovered: dict[Publisher, Feed] = {}
         self._advertised: Mapping[Publisher, tuple[str, ...]] = {}
         self.beyond = 0
+        self._without_broker: frozenset[tuple[Role, str]] = frozenset()
         self.ports = tuple(LocalPort(each, each.expose, owner) for each in subscriptions if each.expose)
 
     @property
@@ -104,6 +106,17 @@ class Wanted:
         elif self.beyond and not beyond:
             log_event(_log, "all_publishers_read")
         self.beyond = beyond
+
+    def look_for_brokers(self) -> None:
+        """Say of which Dynamo namespaces something is wanted and nobody is there to ask for it, when that changes."""
+        waiting = [feed.wanted for feed in self.feeds if feed.session is None]
+        asked = {(each.role, each.dynamo_namespace) for each in (*waiting, *(port.wanted for port in self.ports))}
+        without = frozenset(each for each in asked if self._owner.choose(each[1], role=each[0]) is None)
+        for role, namespace in sorted(without - self._without_broker):
+            log_event(_log, "no_broker", level=logging.WARNING, dynamo_namespace=namespace, role=role)
+        for role, namespace in sorted(self._without_broker - without):
+            log_event(_log, "broker_there_again", dynamo_namespace=namespace, role=role)
+        self._without_broker = without
 
     def _change_feeds(self, subscriptions: Sequence[Subscription]) -> None:
         before = list(self._of_settings)
