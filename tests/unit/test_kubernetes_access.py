@@ -249,6 +249,15 @@ async def test_a_body_has_its_length_its_chunks_or_the_end_of_the_connection(tmp
 
 
 @in_a_loop
+async def test_a_body_that_ends_with_a_line_has_no_empty_one_after_it(tmp_path: Path) -> None:
+    async with (
+        said(tmp_path, b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\none\n") as api,
+        api.get(INSTANCES, {}, idle_s=5) as found,
+    ):
+        assert [line async for line in found.lines()] == [b"one\n"]
+
+
+@in_a_loop
 async def test_an_answer_that_trickles_is_given_up_at_its_deadline(tmp_path: Path) -> None:
     async with said(tmp_path, b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 1_000, each_s=0.01) as api:
         with pytest.raises(ApiError, match="TimeoutError"):

@@ -34,7 +34,7 @@ _SHOWN_CHARACTERS = 300
 @contextmanager
 def unreached(*others: type[Exception]) -> Iterator[None]:
     """Turn everything that a connection may end by into one error."""
-    causes: tuple[type[Exception], ...] = (OSError, EOFError, ValueError, h11.ProtocolError, *others)
+    causes: tuple[type[Exception], ...] = (OSError, ValueError, h11.ProtocolError, *others)
     try:
         yield
     except causes as error:
@@ -68,12 +68,10 @@ class _Exchange:
 
     async def head(self) -> h11.Response:
         """Return the head of the answer."""
-        event = await self.event()
-        while isinstance(event, h11.InformationalResponse):
-            event = await self.event()
-        if isinstance(event, h11.Response):
-            return event
-        raise EOFError
+        while not isinstance(event := await self.event(), h11.Response):
+            # Whatever is no head of an answer is an error of the library; but some come before the real one (1xx).
+            continue
+        return event
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """Yield the body as it comes."""
