@@ -82,7 +82,7 @@ def test_a_service_tells_prometheus_and_ends_when_it_is_told_to(tmp_path: Path, 
         process.terminate()
         _, log = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
-    assert [line.split()[1] for line in log.splitlines()] == ["target_failed"]
+    assert [line.split()[2] for line in log.splitlines()] == ["target_failed"]
 
 
 def test_a_port_that_is_taken_is_bad_usage(tmp_path: Path, served: Served) -> None:

@@ -616,7 +616,8 @@ def test_what_goes_past_every_class_is_not_dropped_on_a_device_without_a_queue_l
         receiver.settimeout(5)
         for number in range(50):
             sender.sendto(bytes([number]), receiver.getsockname())
-        assert [receiver.recv(10)[0] for _ in range(50)] == list(range(50))
+        # In any order: a sender that is moved to another CPU has its packets come in by that one.
+        assert sorted(receiver.recv(10)[0] for _ in range(50)) == list(range(50))
     assert network.read().direct_packets - found.direct_packets >= 50
 
 
