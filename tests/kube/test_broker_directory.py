@@ -5,48 +5,29 @@ from __future__ import annotations
 import asyncio
 import functools
 import sys
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import yaml
-from kube_rig import Cluster, FaultProxy, RefusedError, running_cluster
+from kube_rig import Cluster, FaultProxy
+from metadata_rig import GROUP, QUICK, WORKERS, cluster, running_cluster
 
-from kura_shaper.broker.directory import MetadataDirectory, Timing
+from kura_shaper.broker.directory import MetadataDirectory
 from kura_shaper.tenants.kubernetes.access import Access, HttpApi
 from kura_shaper.tenants.kubernetes.pace import SystemAsyncClock
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from dwm import PATH, channel, resource, worker
+from dwm import channel, resource, worker
 from kubernetes_rig import in_a_loop
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-__all__ = ["running_cluster"]  # a fixture
+__all__ = ["cluster", "running_cluster"]  # fixtures
 
 pytestmark = pytest.mark.kube
-
-WORKERS = PATH.format("kura")
-CRD = Path(__file__).with_name("dwm_crd.yaml")
-QUICK = Timing(
-    watch_least_s=10, watch_most_s=20, idle_margin_s=2, backoff_least_ns=50_000_000, backoff_most_ns=500_000_000
-)
-GROUP = "/apis/rbac.authorization.k8s.io/v1/namespaces/kura"
-
-
-@pytest.fixture
-def cluster(running_cluster: Cluster) -> Cluster:
-    """Return the cluster with the definition, and no metadata."""
-    with suppress(RefusedError):  # it is there
-        running_cluster.create(
-            "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", yaml.safe_load(CRD.read_text())
-        )
-    running_cluster.until(lambda: running_cluster.ask("GET", WORKERS))
-    running_cluster.delete(WORKERS)
-    return running_cluster
 
 
 def metadata(*endpoints: str, name: str = "w0") -> dict[str, Any]:

@@ -10,10 +10,10 @@ from random import Random
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-import yaml
-from kube_rig import Cluster, FaultProxy, RefusedError, running_cluster
+from kube_rig import Cluster, FaultProxy, RefusedError
+from metadata_rig import GROUP, QUICK, WORKERS, cluster, running_cluster
 
-from kura_shaper.broker.directory import MetadataDirectory, Timing
+from kura_shaper.broker.directory import MetadataDirectory
 from kura_shaper.broker.router.discovery import Discovery, open_apis
 from kura_shaper.broker.router.settings import Discover
 from kura_shaper.tenants.kubernetes.access import Access, HttpApi
@@ -21,34 +21,15 @@ from kura_shaper.tenants.kubernetes.pace import SystemAsyncClock
 
 sys.path += [str(Path(__file__).parents[1] / each) for each in ("broker", "unit")]
 from bus_rig import NAMESPACE, FakeDirectory, in_flowing_time, until
-from dwm import PATH, channel, resource
+from dwm import channel, resource
 from router_rig import RouterRig, ZmqPublisher, routing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-__all__ = ["running_cluster"]  # a fixture
+__all__ = ["cluster", "running_cluster"]  # fixtures
 
 pytestmark = pytest.mark.kube
-
-WORKERS = PATH.format("kura")
-CRD = Path(__file__).with_name("dwm_crd.yaml")
-GROUP = "/apis/rbac.authorization.k8s.io/v1/namespaces/kura"
-QUICK = Timing(
-    watch_least_s=10, watch_most_s=20, idle_margin_s=2, backoff_least_ns=50_000_000, backoff_most_ns=500_000_000
-)
-
-
-@pytest.fixture
-def cluster(running_cluster: Cluster) -> Cluster:
-    """Return the cluster with the definition, and no metadata."""
-    with suppress(RefusedError):  # it is there
-        running_cluster.create(
-            "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", yaml.safe_load(CRD.read_text())
-        )
-    running_cluster.until(lambda: running_cluster.ask("GET", WORKERS))
-    running_cluster.delete(WORKERS)
-    return running_cluster
 
 
 def token_that_reads_metadata(cluster: Cluster) -> str:
