@@ -22,18 +22,23 @@ class _ShapeError(Exception):
 
 def require_kubeconfig(key: str, path: Path) -> None:
     """Raise CredentialError for a file by which no API server can be reached. `key` is what names it."""
+    found = read_kubeconfig(key, path)
+    try:
+        _require_cluster(found)
+    except _ShapeError as error:
+        raise CredentialError(key, f"{path} is no kubeconfig: {error}", remedy=_REMEDY) from error
+
+
+def read_kubeconfig(key: str, path: Path) -> object:
+    """Return what a file says, of whatever shape. Raises CredentialError for one that can't be read, or is no YAML."""
     if find_spec("aiohttp") is None or find_spec("kubernetes") is None:
         remedy = "install kura-shaper[kubernetes]"
         raise CredentialError(key, "needs the Kubernetes client, which is not installed", remedy=remedy)
     content = read_file(key, path, _BYTES_MAX)
     try:
-        found = yaml.safe_load(content)
+        return yaml.safe_load(content)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise CredentialError(key, f"{path} is no YAML", remedy=_REMEDY) from error
-    try:
-        _require_cluster(found)
-    except _ShapeError as error:
-        raise CredentialError(key, f"{path} is no kubeconfig: {error}", remedy=_REMEDY) from error
 
 
 def _require_cluster(found: object) -> None:

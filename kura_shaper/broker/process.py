@@ -13,11 +13,20 @@ from kura_shaper.log import event as log_event
 
 if TYPE_CHECKING:
     import logging
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
 # How often a loop notes that it turns.
 TURN_EVERY_S = 0.5
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+async def turns() -> AsyncIterator[float]:
+    """Yield again and again, each time that this loop comes to it, how late it is in seconds."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due_s = loop.time() + TURN_EVERY_S
+        await asyncio.sleep(TURN_EVERY_S)
+        yield max(0.0, loop.time() - due_s)
 
 
 def lag_s(measured_s: float, *, turned_s: float, now_s: float) -> float:

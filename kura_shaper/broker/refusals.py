@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 from kura_shaper.broker.counts import count
 from kura_shaper.broker.protocol.codes import UNKNOWN, RefusalCode, label_of
 from kura_shaper.broker.protocol.limits import SECOND_NS
+from kura_shaper.broker.seldom import Seldom
 from kura_shaper.log import event as log_event
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-WINDOW_NS = 60 * SECOND_NS
 _SHOWN_CHARACTERS, _HASH_BYTES = 256, 6
 _log = logging.getLogger("kura_shaper.broker")
 
@@ -38,19 +38,17 @@ class RefusalLog:
     def __init__(
         self, counter: dict[str, int], *, now_ns: Callable[[], int], targets: Targets = Targets.HASHED
     ) -> None:
-        self._counter, self._now_ns, self._targets = counter, now_ns, targets
+        self._counter, self._targets = counter, targets
+        self._seldom = Seldom(now_s=lambda: now_ns() / SECOND_NS)
         self._key = secrets.token_bytes(32)
-        self._windows: dict[str, tuple[int, int]] = {}
 
     def note(self, code: str, message: str = "", target: str = "") -> None:
         """Count a refusal, and log it if it is the first of its kind for a while."""
         count(self._counter, code)
-        label, now_ns = label_of(code, RefusalCode), self._now_ns()
-        began_ns, suppressed = self._windows.get(label, (now_ns - WINDOW_NS, 0))
-        if now_ns - began_ns < WINDOW_NS:
-            self._windows[label] = (began_ns, suppressed + 1)
+        label = label_of(code, RefusalCode)
+        suppressed = self._seldom.suppressed(label)
+        if suppressed is None:
             return
-        self._windows[label] = (now_ns, 0)
         if not message and label != UNKNOWN:
             message = RefusalCode(label).words
         fields = {"target": self._shown(target)} if target else {}

@@ -27,7 +27,7 @@ from kura_shaper.broker.endpoint import PublisherAddress
 from kura_shaper.broker.failures import FailedDials
 from kura_shaper.broker.http2 import Http2Client
 from kura_shaper.broker.opening import Publishers
-from kura_shaper.broker.process import TURN_EVERY_S
+from kura_shaper.broker.process import turns
 from kura_shaper.broker.protocol.frames import Hello, Software
 from kura_shaper.broker.protocol.limits import MS_NS, SECOND_NS, Limits
 from kura_shaper.broker.protocol.reconnect import Reconnect, Wait
@@ -326,11 +326,9 @@ class Broker:
     async def _measure_lag(self) -> None:
         """Note how late the loop is, and look after the session when the machine has slept: its router may be gone."""
         slept_s = self._slept_s()
-        while True:
-            due_s = self._loop.time() + TURN_EVERY_S
-            await asyncio.sleep(TURN_EVERY_S)
+        async for late_s in turns():
             self.view.turned_s = time.monotonic()
-            self.counts.loop_lag_s = max(0.0, self._loop.time() - due_s)
+            self.counts.loop_lag_s = late_s
             before_s, slept_s = slept_s, self._slept_s()
             if slept_s - before_s > _SLEPT_S:
                 log_event(_log, "slept", seconds=round(slept_s - before_s, 1))

@@ -12,10 +12,9 @@ import asyncio
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
-import yaml
-
-from kura_shaper.broker.credentials import CredentialError, read_file
+from kura_shaper.broker.credentials import CredentialError
 from kura_shaper.broker.directory import DirectoryCounts, MetadataDirectory
+from kura_shaper.broker.kubeconfig import read_kubeconfig
 from kura_shaper.tenants.kubernetes.access import Access, HttpApi
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from kura_shaper.tenants.kubernetes.wire import Api
 
 _TOGETHER_S = 0.25
-_KUBECONFIG_BYTES_MAX = 1 << 20
 
 
 class Reader(Protocol):
@@ -148,10 +146,6 @@ def require_kubeconfigs(settings: RouterSettings) -> None:
         if each.kubeconfig is None:
             continue
         key = f"discover[{number}].kubeconfig"
-        content = read_file(key, each.kubeconfig, _KUBECONFIG_BYTES_MAX)
-        try:
-            found = yaml.safe_load(content)
-        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-            raise CredentialError(key, "is no YAML", remedy="write a kubeconfig") from error
+        found = read_kubeconfig(key, each.kubeconfig)
         if not isinstance(found, dict) or not all(found.get(part) for part in ("clusters", "contexts", "users")):
             raise CredentialError(key, "names no clusters, contexts and users", remedy="write a kubeconfig")

@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from kura_shaper.broker.process import TURN_EVERY_S
+from kura_shaper.broker.process import turns
 from kura_shaper.broker.protocol.buffer import Budget
 from kura_shaper.broker.protocol.codes import DrainReason, Role, SessionCode, label_of
 from kura_shaper.broker.protocol.frames import Welcome, WelcomeLimits
@@ -321,11 +321,9 @@ class EventBus:
             connection.link.abort()
 
     async def _measure_lag(self) -> None:
-        while True:
-            due_s = self._loop.time() + TURN_EVERY_S
-            await asyncio.sleep(TURN_EVERY_S)
+        async for late_s in turns():
             self.turned_s = time.monotonic()
-            self.counts.loop_lag_s = max(0.0, self._loop.time() - due_s)
+            self.counts.loop_lag_s = late_s
 
     async def _reload(self) -> None:
         while True:
